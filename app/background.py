@@ -1,6 +1,6 @@
-"""Long work of pages: it runs once in a background thread, shows progress and time left, can be cancelled, and is kept when done.
+"""Long work of pages: it runs once in a background thread with progress, time left and a cancel button, and its result is cached.
 
-The library's own workers are processes (`workbench.jobs`); these are threads of the dashboard's server.
+`workbench.jobs` has the library's workers, which are processes; these are threads of the dashboard's server.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import add_script_run_ctx, get_script_run_ctx
 
-POLL_S, MAX_KEPT = 0.5, 64  # between looks at work under way; finished results kept
-GONE_S = 5.0  # after which a visitor whose page did not poll has left
-ABANDONED_S = 150.0  # after which work that no page polls stops: browsers wake hidden pages once a minute
+POLL_S, MAX_KEPT = 0.5, 64  # between polls; finished results in memory
+GONE_S = 5.0  # a visitor whose page has not polled for so long has left
+ABANDONED_S = 150.0  # work that no page polls stops after so long: browsers wake hidden pages once a minute
 
 Progress = Callable[[int, int], None]
 
 
 class Cancelled(Exception):
-    """Raised inside work that every visitor who waited for it cancelled, or left."""
+    """Raised inside work after every waiting visitor has cancelled or left."""
 
 
 class Running(Exception):
-    """Raised where a result is not there yet; its progress stands on the page, which runs again when it is done."""
+    """Raised while a result is being computed; the page shows progress and runs again at the end."""
 
 
 @dataclass
 class Task:
-    """Work under way, or its end."""
+    """Running or finished work."""
 
     label: str
     future: Future[Any] = field(default_factory=Future)
@@ -41,14 +41,14 @@ class Task:
     total: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     polled: dict[str, float] = field(default_factory=dict)
-    """When the page of each visitor who waits last polled."""
+    """Time of the last poll of each waiting visitor."""
 
     @property
     def error(self) -> BaseException | None:
         return self.future.exception() if self.future.done() else None
 
     def progress(self, done: int, total: int) -> None:
-        """Called by the work as it goes; stops it where every visitor cancelled, or closed the page."""
+        """Called by the work; raises `Cancelled` if every visitor has cancelled or closed the page."""
         self.done, self.total = done, total
         polls = list(self.polled.values())
         if self.cancelled.is_set() or (polls and time.monotonic() - max(polls) > ABANDONED_S):
@@ -61,15 +61,15 @@ class Task:
         return f"{self.label}: {self.done} of {self.total}, about {left:.0f} s left"
 
     def start(self, work: Callable[[Progress], Any]) -> None:
-        """Begin the work in a thread that does not keep the server from ending."""
+        """Start the work in a daemon thread."""
         thread = threading.Thread(target=self._run, args=(work,), daemon=True, name=f"background: {self.label}")
-        add_script_run_ctx(thread)  # the caches it uses ask whose script they run in
+        add_script_run_ctx(thread)  # Streamlit's caches need the script's context
         thread.start()
 
     def _run(self, work: Callable[[Progress], Any]) -> None:
         try:
             self.future.set_result(work(self.progress))
-        except BaseException as error:  # raised again where the result is read
+        except BaseException as error:  # raised again by `result()`
             self.future.set_exception(error)
 
 
@@ -79,11 +79,10 @@ def _tasks() -> tuple[dict[Any, Task], threading.Lock]:
 
 
 def run(key: Any, label: str, work: Callable[[Progress], Any]) -> Any:
-    """The result of `work(progress)`; while it is not there, draws progress with a cancel button and raises `Running`.
+    """Return the result of `work(progress)`; until it is ready, draw progress with a cancel button and raise `Running`.
 
-    `key`: plain values that name the work. Visitors with the same key wait for the same task, which stops once all of them
-    have cancelled; for each who did it stays cancelled, with a button that starts it again. Work that takes less than half
-    a second shows nothing. Raises what the work raised.
+    Visitors with the same key (plain values) wait for one task, which stops after all of them have cancelled. A visitor who has
+    cancelled gets a button that starts it again. Work below half a second shows nothing. Errors of the work are raised here.
     """
     task = _task(key, label, work)
     if task is None:
@@ -105,7 +104,7 @@ def run(key: Any, label: str, work: Callable[[Progress], Any]) -> Any:
 
 
 def _task(key: Any, label: str, work: Callable[[Progress], Any]) -> Task | None:
-    """The task of a key, begun where there is none; None where this visitor cancelled it and it has no result."""
+    """Return the task of a key, a new one if needed; None after this visitor has cancelled it."""
     tasks, lock = _tasks()
     with lock:
         task = tasks.get(key)
@@ -131,7 +130,6 @@ def _cancelled_here() -> set[Any]:
 
 
 def _cancel(key: Any, task: Task) -> None:
-    """Wait no longer; the work stops unless another visitor waits for it."""
     _cancelled_here().add(key)
     task.polled.pop(_visitor(), None)
     if all(time.monotonic() - at > GONE_S for at in list(task.polled.values())):

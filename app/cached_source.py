@@ -1,7 +1,6 @@
-"""The dashboard's source of numbers: `workbench.views.Source` with everything cached, keyed by plain values.
+"""The dashboard's source of numbers: `workbench.views.Source` with a cache on the server, keyed by plain values.
 
-Models: at most two, each used under its lock and released for good. Answers about models are kept on the server, so nothing is
-computed twice; whatever takes long is a job with progress that can be cancelled (`app.background`).
+At most two models are in memory. Answers about models are cached, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -11,194 +10,119 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import Any
 
-import pandas as pd
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from workbench import prompts
 from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.apart import judge_apart
 from workbench.runs.catalogue import Catalogue, Entry
 from workbench.runs.run import runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
-from workbench.views import Source, Subject
-from workbench.views.source import B, P, R, answer, open_model, runs_to_show, tokens_of
-
-if TYPE_CHECKING:  # with it comes torch
-    from workbench.models.hooked import HookedModel
+from workbench.views import Source
+from workbench.views.source import Cache, Kind, Progress, runs_to_show
 
 MAX_MODELS, MANY = 2, 20  # models in memory; runs whose reading takes long enough to be announced
 
 
 def root() -> Path:
     """The folder of runs: `--runs DIR` after `--`, else the environment's, else ./runs."""
-    return runs_folder(_asked(*sys.argv[1:]))
+    return runs_folder(_runs_option(*sys.argv[1:]))
 
 
 @functools.cache
-def _asked(*arguments: str) -> str | None:
+def _runs_option(*arguments: str) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--runs")
-    found: str | None = parser.parse_known_args(arguments)[0].runs
-    return found
+    folder: str | None = parser.parse_known_args(arguments)[0].runs
+    return folder
 
 
 def cached_source() -> Source:
-    """The source of this server's folder; a new one each time a page runs, over shared caches."""
-    records, telemetry = _tables()
-    return CachedSource(root(), record_cache=records, telemetry_cache=telemetry)
+    """The source of this server's folder: a new one for each run of a page, over one shared cache."""
+    return Source(root(), cache=_cache())
 
 
-class CachedSource(Source):
-    """A source whose every answer is kept."""
+@st.cache_resource(show_spinner=False)
+def _cache() -> ServerCache:
+    return ServerCache(RecordCache(root()), TelemetryCache(root()))
 
-    def catalogue(self) -> Catalogue:
-        """The runs of the folder, looked at once each time a page (or a part that is live) runs; only changes are read."""
-        context, kept = get_script_run_ctx(suppress_warning=True), _catalogues()
+
+class ServerCache(Cache):
+    """Cache of every answer, shared by all visitors."""
+
+    def __init__(self, records: RecordCache, telemetry: TelemetryCache) -> None:
+        super().__init__(records, telemetry)
+        self.catalogues: dict[Path, Catalogue] = {}
+
+    def catalogue(self, folder: Path) -> Catalogue:
+        """The runs of a folder, read once each time a page (or a live part of it) runs; only changes are read."""
+        context = get_script_run_ctx(suppress_warning=True)
         run = None if context is None else context.cursors  # a new object for each run of the script
         seen = st.session_state.get("catalogue") if context else None
-        if seen is not None and seen[0] is run and seen[1] == self.folder:
-            return kept[self.folder]
-        kept[self.folder] = runs_to_show(self.folder, kept.get(self.folder))
-        if context:
-            st.session_state["catalogue"] = run, self.folder
-        return kept[self.folder]
+        if seen is None or seen[0] is not run or seen[1] != folder:
+            self.catalogues[folder] = runs_to_show(folder, self.catalogues.get(folder))
+            if context:
+                st.session_state["catalogue"] = run, folder
+        return self.catalogues[folder]
 
-    def _rows(self, cache: TableCache, entries: Sequence[Entry], metrics: Sequence[str] | None) -> pd.DataFrame:
-        with _reading(cache, entries):
-            return super()._rows(cache, entries, metrics)
+    def get(self, kind: Kind, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        return KEPT[kind](repr(key), compute)
 
-    def quantities(self, entries: Iterable[Entry]) -> set[str]:
-        runs = list(entries)
-        with _reading(self.telemetry_cache, runs):
-            return super().quantities(runs)
+    def reading(self, tables: TableCache, entries: Sequence[Entry]) -> AbstractContextManager[Any]:
+        many = tables.unread(entries)
+        return st.spinner(f"Reading the {tables.kind} of {many} runs") if many > MANY else contextlib.nullcontext()
 
-    def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
-        """The result of some work, done once for each key; shared, so never written to."""
-        return _once(hash(key), work)  # keys name every run: Streamlit takes a hundred times as long to read them
-
-    def judge(self, entries: Sequence[Entry]) -> Verdicts:
-        return judge_apart(Path(self.catalogue().folder), entries, self.progress)
-
-    def model(self, subject: Subject) -> HookedModel:
-        return _model(*_place(subject))
-
-    def query(
-        self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: Subject, text: str | None, /,
-        *args: P.args, **kwargs: P.kwargs,
-    ) -> R:  # fmt: skip
-        """The answer of a function of `workbench.prompts`, computed once for its arguments; callables are no part of these."""
-        options: Mapping[str, Any] = kwargs
-        calls = tuple((key, value) for key, value in options.items() if callable(value))
-        plain = tuple(sorted((key, value) for key, value in options.items() if not callable(value)))
-        return _answer(_name(function), _place(subject), subject.entry.kind, text, args, plain, function, calls)
-
-    def derive(
-        self, function: Callable[Concatenate[B, P], R], base: Callable[[HookedModel, prompts.Prompt], B],
-        subject: Subject, text: str | None, /, *args: P.args, **kwargs: P.kwargs,
-    ) -> R:  # fmt: skip
-        """The answer of a function about what `base` reads of a model and a prompt, which is shared."""
-        names, kind = (_name(function), _name(base)), subject.entry.kind
-        return _derived(names, _place(subject), kind, text, args, tuple(sorted(kwargs.items())), function, base)
-
-    def tokens(self, subject: Subject, text: str | None) -> list[str]:
-        return _tokens(_place(subject), subject.entry.kind, text)
-
-
-Place = tuple[str, int, int]
-"""Which model: the path of its run, its step, and the stamp of its files."""
-
-
-def _place(subject: Subject) -> Place:
-    return subject.entry.path, subject.step, weights_stamp(subject)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
-def _reading(cache: TableCache, runs: Sequence[Entry]) -> AbstractContextManager[Any]:
-    many = cache.unread(runs)
-    return st.spinner(f"Reading the {cache.kind} of {many} runs, once") if many > MANY else contextlib.nullcontext()
-
-
-@st.cache_resource(show_spinner=False)
-def _tables() -> tuple[RecordCache, TelemetryCache]:
-    return RecordCache(root()), TelemetryCache(root())
-
-
-@st.cache_resource(show_spinner=False)
-def _catalogues() -> dict[Path, Catalogue]:
-    return {}
-
-
-@st.cache_resource(max_entries=128, show_spinner=False)
-def _once(key: int, _work: Callable[[], Any]) -> Any:
-    return _work()
-
-
-def weights_stamp(subject: Subject) -> int:
-    """What the files of a checkpoint and of its run are now, as one number: another one once any of them is replaced."""
-    run = Path(subject.entry.path)
-    files = [*(run / f"step_{subject.step:06d}").glob("*"), *run.glob("*.json")]
-    return hash(tuple((p.name, *_told_of(p)) for p in sorted(files)))
-
-
-def _told_of(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:  # taken away at this moment
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    def judge(self, folder: Path, entries: Sequence[Entry], progress: Progress | None) -> Verdicts:
+        return judge_apart(folder, entries, progress)
 
 
 def _release(model: Any) -> None:
-    """Free a model as soon as its last user is done, without keeping waiting those who use others."""
-    threading.Thread(target=_free, args=(model,), daemon=True, name="release a model").start()
+    """Free a model once its last user is done, without delaying those who use others."""
+
+    def free() -> None:
+        if hasattr(model, "lock"):
+            with model.lock:
+                model.reset_hooks()
+                model.to("cpu")
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # back to the device, not only to the allocator
+
+    threading.Thread(target=free, daemon=True, name="release a model").start()
 
 
-def _free(model: Any) -> None:
-    if hasattr(model, "lock"):
-        with model.lock:
-            model.reset_hooks()
-            model.to("cpu")
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what the model held goes back to the device, not only to the allocator
+Compute = Callable[[], Any]
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _result(key: str, _compute: Compute) -> Any:
+    return _compute()
 
 
 @st.cache_resource(max_entries=MAX_MODELS, on_release=_release, show_spinner=False)
-def _model(path: str, step: int, stamp: int) -> HookedModel:
-    return open_model(path, step)
-
-
-Options = tuple[tuple[str, Any], ...]
-
-
-@st.cache_data(max_entries=256, max_size="400MB", show_spinner=False)
-def _answer(
-    name: str, place: Place, kind: str, text: str | None, args: Any, options: Options, _function: Any, _calls: Options
-) -> Any:
-    return answer(_function, _model(*place), kind, text, *args, **dict(options), **dict(_calls))
+def _model(key: str, _compute: Compute) -> Any:
+    return _compute()
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
-def _base(name: str, place: Place, kind: str, text: str | None, _function: Any) -> Any:
-    return answer(_function, _model(*place), kind, text)
+def _base(key: str, _compute: Compute) -> Any:
+    return _compute()
 
 
-@st.cache_data(max_entries=256, max_size="200MB", show_spinner=False)
-def _derived(
-    names: tuple[str, str], place: Place, kind: str, text: str | None, args: Any, options: Options, _function: Any,
-    _of: Any,
-) -> Any:  # fmt: skip
-    return _function(_base(names[1], place, kind, text, _of), *args, **dict(options))
+@st.cache_data(max_entries=512, max_size="600MB", show_spinner=False)
+def _answer(key: str, _compute: Compute) -> Any:
+    return _compute()
 
 
 @st.cache_data(max_entries=256, show_spinner=False)
-def _tokens(place: Place, kind: str, text: str | None) -> list[str]:
-    return tokens_of(_model(*place), kind, text)
+def _tokens(key: str, _compute: Compute) -> Any:
+    return _compute()
+
+
+KEPT: dict[Kind, Callable[[str, Compute], Any]] = {
+    "result": _result, "model": _model, "base": _base, "answer": _answer, "tokens": _tokens,
+}  # fmt: skip

@@ -1,77 +1,97 @@
-"""A view on a page: its figure, its sentence and its menu; figures are kept on the server."""
+"""A view on a page: its figure, its sentence, and a menu with its files, link, command, definition, numbers and time-lapse."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
 
 import pandas as pd
 import streamlit as st
 
 from workbench import plots
+from workbench.environment import BUILDERS, variable
 from workbench.errors import WorkbenchError
-from workbench.views import Drawing, Link, Source
-from workbench.views.base import View
+from workbench.plots.browser import find_browser
+from workbench.views import Drawing, Link, Source, depth, pins
+from workbench.views.base import View, timelapse
+from workbench.views.source import place_of
+from workbench.views.writing import picture
 
 from . import background, widgets
-from .cached_source import cached_source, weights_stamp
+from .cached_source import cached_source
 from .elements import figure as element
-from .figure_menu import menu
 
-FOLLOW_RUNS = ("training", "depth", "heads", "prompt", "intervene")
+FOLLOW_RUNS = ("start", "training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
 OF_MODELS = ("attention", "prompt", "intervene")
 """Pages that read models A and B, and no other run."""
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
-
-
-def show(
-    view: View, link: Link, *, about: str = "", long: str | None = None, take: element.Take | None = None
-) -> Drawing | None:
-    """A view with its menu; None where it cannot be drawn (and why, on the page).
-
-    `about`: how the figure is read, for its menu. `long`: what the work is called where it may take more than a moment; it then
-    shows progress and can be cancelled. `take`: called with a point that is clicked.
-    """
-    name, source = view.__name__, cached_source()
-    try:
-        if long is None:
-            drawing = _drawn(view, source, link)
-        else:
-            drawing = background.run(
-                ("view", name, *_state(source, link)), long, lambda progress: _with_progress(view, link, progress)
-            )
-    except WorkbenchError as error:
-        st.info(widgets.escaped(error), icon=":material/info:")
-        return None
-    except background.Running:
-        return None
-    said = {run for earlier in st.session_state["drawn"] for run in earlier.problems}
-    for run, why in source.problems.items():
-        if run not in said:  # once on a page
-            st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
-    _whole(view, link, drawing, dict(source.problems), about, take)
-    return drawing
+NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
+TABLE_PX = 300
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What stands on the page: the link it was drawn from, its numbers, and why runs were left out of it."""
+    """A drawing on the page: its link, its numbers, and why runs were left out."""
 
     link: Link
     table: pd.DataFrame
     problems: Mapping[str, str]
 
 
+def show(
+    view: View, link: Link, *, about: str = "", long: str | None = None, take: element.Take | None = None
+) -> Drawing | None:
+    """Draw a view with its menu; if it cannot be drawn, show the reason and return None.
+
+    Args:
+        about: How the figure is read, for its menu.
+        long: Name of the work if it may take more than a moment; it then shows progress and can be cancelled.
+        take: Called with a clicked point.
+    """
+    source = cached_source()
+    try:
+        if long is None:
+            drawing = _drawn(view, source, link)
+        else:
+            drawing = background.run(
+                ("view", view.__name__, *_state(source, link)), long, functools.partial(_with_progress, view, link)
+            )
+    except WorkbenchError as error:
+        st.info(widgets.escaped(error), icon=":material/info:")
+        return None
+    except background.Running:
+        return None
+    named = {run for earlier in st.session_state["drawn"] for run in earlier.problems}
+    for run, why in source.problems.items():
+        if run not in named:  # once on a page
+            st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
+    _with_menu(view, link, drawing, dict(source.problems), about, take)
+    return drawing
+
+
 def ready(link: Link, label: str, question: Callable[[Source, Link], Any]) -> None:
-    """Until what a question needs is computed and kept; meanwhile its progress stands on the page, and it can be cancelled."""
+    """Show progress and raise `Running` until the answers that a question needs are computed."""
     work = functools.partial(_with_progress, question, link)
     background.run(("ready", label, *_state(cached_source(), link)), label, work)
+
+
+def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: background.Progress) -> Any:
+    source = cached_source()
+    source.progress = progress
+    return view(source, link)
+
+
+# ---- drawings that are kept ------------------------------------------------------------------------------------------
 
 
 @st.cache_resource(show_spinner=False)
@@ -80,16 +100,15 @@ def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str]]]:
 
 
 def _state(source: Source, link: Link) -> tuple[Any, ...]:
-    """What a kept drawing depends on: the link, and its models, or all runs of the folder, as they are now."""
+    """The state that a drawing depends on: the link, and its models or all runs of the folder."""
     if link.page in OF_MODELS:
-        now: Any = tuple((s.entry.path, s.entry.stamp, s.step, weights_stamp(s)) for s in source.subjects(link))
+        now: Any = tuple((s.entry.stamp, place_of(s)) for s in source.subjects(link))
     else:
         now = source.catalogue().stamp
     return str(source.folder), str(link), now
 
 
 def _drawn(view: View, source: Source, link: Link) -> Drawing:
-    """The drawing of a link, kept on the server as long as no run of the folder changes: building figures takes time too."""
     if link.page not in FOLLOW_RUNS:
         return view(source, link)
     key, kept = (view.__name__, *_state(source, link)), _drawings()
@@ -106,74 +125,47 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
 
 
 def _bytes(tables: Iterable[pd.DataFrame]) -> int:
-    """Of tables of which some may be one."""
     return sum(int(table.memory_usage(index=False).sum()) for table in {id(t): t for t in tables}.values())
 
 
-def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: background.Progress) -> Any:
-    source = cached_source()
-    source.progress = progress
-    return view(source, link)
+# ---- a figure --------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Sent:
-    """A drawing as a page shows it: its words, which wrap in any window, and what the figure element gets."""
-
-    title: str
-    under: str
-    figure: bytes
-
-
-_sent: WeakKeyDictionary[Drawing, Sent] = WeakKeyDictionary()
-"""Of drawings that are kept: packing a figure takes time too."""
-
-
-def _packed(drawing: Drawing, clicked: bool) -> Sent:
-    if drawing not in _sent:
-        figure = drawing.figure.update_layout(
-            font_color=None, title_subtitle_font_color=None
-        )  # the page has its own ink
-        _sent[drawing] = Sent(*plots.untitled(figure), element.packed(figure, clicked))
-    return _sent[drawing]
+_sent: WeakKeyDictionary[Drawing, tuple[str, str, bytes]] = WeakKeyDictionary()
+"""Title, subtitle and packed figure of drawings that are kept: packing takes time too."""
 
 
 def chart(
     drawing: Drawing, key: str, take: element.Take | None = None, corner: Callable[[], None] | None = None
 ) -> None:
-    """A figure under its words; `take` as of `show`, `corner` draws what stands beside the title."""
-    sent = _packed(drawing, take is not None)
+    """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title."""
+    if drawing not in _sent:
+        figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's own colours
+        _sent[drawing] = (*plots.untitled(figure), element.packed(figure, take is not None))
+    title, under, packed = _sent[drawing]
     with st.container(key=f"above_{key}", horizontal=True, horizontal_alignment="right"):
-        if sent.title:
-            st.header(widgets.escaped(sent.title), anchor=False)
+        if title:
+            st.header(widgets.escaped(title), anchor=False)
         if corner is not None:
             corner()
-    if sent.under:
-        st.caption(widgets.escaped(sent.under))
-    element.draw(sent.figure, key, take)
+    if under:
+        st.caption(widgets.escaped(under))
+    element.draw(packed, key, take)
 
 
-def _whole(
-    view: View,
-    link: Link,
-    drawing: Drawing,
-    problems: Mapping[str, str],
-    about: str = "",
-    take: element.Take | None = None,
+def _with_menu(
+    view: View, link: Link, drawing: Drawing, problems: Mapping[str, str], about: str, take: element.Take | None = None
 ) -> None:
-    """A figure, its menu in its corner, and the sentence that reads it."""
     name = view.__name__
-    state = (name, *_state(cached_source(), link))
     with st.container(key=f"whole_{name}", gap=None):
-        chart(drawing, f"figure_{name}", take, lambda: menu(view, link, drawing, about, state, chart))
+        chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about))
         if drawing.sentence:
             st.markdown(widgets.escaped(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table, problems))
 
 
 def files(views: dict[str, View], link: Link) -> None:
-    """Views, by their titles, that the page draws itself: one of them as a figure with its menu."""
-    panel = st.expander("As figures, with their numbers and files", on_change="rerun", key="open_files")
+    """A panel with one of several views, by title, as a figure with its menu: views that the page draws itself."""
+    panel = st.expander("Figures, numbers and files", on_change="rerun", key="open_files")
     if not panel.open:
         return
     with panel:
@@ -183,4 +175,130 @@ def files(views: dict[str, View], link: Link) -> None:
         except WorkbenchError as error:
             st.info(widgets.escaped(error), icon=":material/info:")
             return
-        _whole(views[title], link, drawing, {})
+        _with_menu(views[title], link, drawing, {}, "")
+
+
+# ---- its menu --------------------------------------------------------------------------------------------------------
+
+
+def address(link: Link) -> str:
+    """The address of a link on this server."""
+    here = urlsplit(st.context.url or "")  # of the first page it has no path, not even a slash
+    return urlunsplit((here.scheme, here.netloc, f"{here.path.rpartition('/')[0]}/{link}", "", ""))
+
+
+def command(link: Link, options: str) -> str:
+    """The command that draws a link in a terminal; it names the folder of runs if that is not `./runs`."""
+    folder = cached_source().folder
+    runs = "" if folder == Path("runs").resolve() else f" --runs {shlex.quote(str(folder))}"
+    first = f"{BUILDERS}={shlex.quote(builders)} " if (builders := variable(BUILDERS)) else ""
+    return f'{first}workbench view "{link}" {options}{runs}'
+
+
+def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
+    """The menu of a figure; its contents are made only while it is open."""
+    name = view.__name__
+    panel = st.popover("Figure", icon=":material/more_vert:", type="tertiary", on_change="rerun", key=f"open_{name}",
+                       help="Files, link, command, definition, numbers, time-lapse")  # fmt: skip
+    if not panel.open:
+        return
+    with panel:
+        if about:
+            st.markdown(about)
+        _files(drawing, name)
+        _keep(link, name)
+        st.caption("Link")
+        st.code(address(link), language=None, wrap_lines=True)
+        st.caption("Command (.svg, .png, .html, .csv, .parquet)")
+        st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
+        st.caption("Notebook cell")
+        st.code(
+            "from pathlib import Path\n\nfrom workbench.views import Link, Source, drawings\n\n"
+            f"source, link = Source(Path({str(cached_source().folder)!r})), Link.parse({str(link)!r})\n"
+            f"[(_, drawing)] = drawings(source, link, {name!r})\n"
+            "drawing.figure  # and drawing.table",
+            language="python", wrap_lines=True,
+        )  # fmt: skip
+        _definition(drawing, name)
+        if st.toggle("Play over checkpoints", key=f"play_{name}"):
+            _play(view, link)
+        st.dataframe(
+            plots.table(drawing.table), width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}",
+            alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+        )  # fmt: skip
+
+
+def _files(drawing: Drawing, name: str) -> None:
+    """Download buttons, first in the menu: what arrives later, such as the table, would move them from under a click."""
+
+    def image(ending: str, ground: str) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            return picture(drawing.figure, Path(folder) / f"figure.{ending}", background=ground).read_bytes()
+
+    def table() -> str:
+        return plots.table(drawing.table).to_csv(index=False)
+
+    def page() -> str:
+        return plots.html(drawing.figure, whole=True)
+
+    no_browser = find_browser() is None
+    buttons: list[tuple[str, str, str, Callable[[], bytes | str]]] = [
+        ("SVG", "svg", "image/svg+xml", lambda: image("svg", "white")),
+        ("PNG", "png", "image/png", lambda: image("png", "white")),
+        ("PNG, transparent", "png", "image/png", lambda: image("png", "rgba(0,0,0,0)")),
+        ("Numbers (CSV)", "csv", "text/csv", table), ("Figure (HTML)", "html", "text/html", page),
+    ]  # fmt: skip
+    with st.container(horizontal=True, gap="xsmall"):
+        for label, ending, kind, make in buttons:
+            off = no_browser and kind.startswith("image")
+            st.download_button(
+                label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off,
+                help=NO_BROWSER if off else None,
+            )  # fmt: skip
+
+
+def _keep(link: Link, name: str) -> None:
+    left, right = st.columns([4, 1], vertical_alignment="bottom")
+    note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept")
+    if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
+        try:
+            pins.keep(cached_source().folder, link, name, note)
+        except WorkbenchError as error:
+            st.warning(widgets.escaped(error))
+        else:
+            st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
+
+
+def _definition(drawing: Drawing, name: str) -> None:
+    """Definitions of the figure's measures, on demand: the registry needs PyTorch."""
+    measures = list(drawing.table["metric"].dropna().unique()[:4]) if "metric" in drawing.table else []
+    if not measures:
+        return
+    panel = st.expander("Definition, baseline, caution", on_change="rerun", key=f"about_{name}")
+    if panel.open:
+        with panel:
+            for measure in measures:
+                st.markdown(f"**{widgets.escaped(measure)}**")
+                st.text(depth.about(str(measure)) or "Logged by training; no description.")
+
+
+def _play(view: View, link: Link) -> None:
+    name = view.__name__
+
+    def work(progress: background.Progress) -> Drawing:
+        return timelapse(view, cached_source(), link, progress)
+
+    key = ("timelapse", name, *_state(cached_source(), link))
+    try:
+        played: Drawing = background.run(key, "Drawing every checkpoint", work)
+    except WorkbenchError as error:
+        st.info(widgets.escaped(error))
+        return
+    except background.Running:
+        return
+    chart(played, f"lapse_{name}")
+    st.download_button(
+        "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
+        key=f"lapse_html_{name}", on_click="ignore",
+    )  # fmt: skip
+    st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)

@@ -1,4 +1,4 @@
-"""What runs at each look at a page: the pages, the navigation, and what is wrong with the folder of runs."""
+"""Entry script of every page: navigation, the page, and folders that cannot be read as runs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ def main() -> None:
         for name, described in PAGES.items():
             icon = f":material/{described.icon}:"
             widgets.page_link(name, described.title, icon, described.about, target=pages[name])
-        widgets.page_link("kept", "Kept", ":material/push_pin:", "Views that were kept, with their notes", target=kept)
+        widgets.page_link("kept", "Kept", ":material/push_pin:", "Kept views with their notes", target=kept)
     widgets.warn_of_unknown_keys()
     page.run()
     _problems()
 
 
 def _streamlit_page(name: str) -> st.Page:
-    """The screen of a page, or all its views one below the other where it has no screen of its own."""
     described, script = PAGES[name], f"screens/{name}.py"
     screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
     icon = f":material/{described.icon}:"
@@ -51,9 +50,9 @@ def _problems() -> None:
         where = "shipped with the project, read-only" if shipped else f"in {widgets.escaped(root())}"
         st.caption(f"{len(found.entries)} runs {where}")
     if problems:
-        with st.expander(f"{len(problems)} folders here could not be read as runs", icon=":material/folder_off:"):
-            table = pd.DataFrame({"folder": list(problems), "what is wrong": list(problems.values())})
-            st.dataframe(table, hide_index=True, width="stretch", alt="Folders that could not be read")
+        with st.expander(f"{len(problems)} folders cannot be read as runs", icon=":material/folder_off:"):
+            table = pd.DataFrame({"folder": list(problems), "problem": list(problems.values())})
+            st.dataframe(table, hide_index=True, width="stretch", alt="Folders that cannot be read")
 
 
 main()

@@ -7,9 +7,11 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
+from workbench import prompts
 from workbench.data.examples import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
@@ -22,10 +24,10 @@ from .cached_source import cached_source
 
 MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
 TEXT_PX = 84
-READ = (
+LABELS = (
     ("Text", "Long texts are stored."),
-    ("Symbols, as the task writes them; the first starts it", "Triggers are the last symbols of the alphabet."),
-    ("Symbols; the model reads them twice in a row", "The demo's models learned to copy 32 symbols."),
+    ("Symbols, after the start symbol", "Triggers are the last symbols of the alphabet."),
+    ("Symbols, read twice", "The demo's models learned to copy 32 symbols."),
 )
 """Label and hint of the box, by how often letters are read in a row."""
 OF_A_PROMPT = ("position", "target", "against", "lock", "queries", "keys")
@@ -33,68 +35,72 @@ OF_A_PROMPT = ("position", "target", "against", "lock", "queries", "keys")
 
 
 def prompt_box(link: Link) -> Link:
-    """The prompt, mirrored in the address; a long one is stored in the runs folder and linked by its hash."""
+    """Draw the prompt's box and return the link with the prompt."""
     source = cached_source()
     if "torch" not in sys.modules:
-        with st.spinner("Loading the numerical libraries, once for each start of the server"):
+        with st.spinner("Loading PyTorch"):
             importlib.import_module("workbench.prompts.tokens")
-    entry = source.subjects(link)[0].entry
-    default = example(entry)
-    label, hint = READ[LETTERS.get(entry.kind, 0)]
-    label = "Token ids; this model came without a tokenizer" if default == IDS else label
-    about = f"Ctrl+Enter runs it. {hint}"
-    _text_area(label, default, about, source.folder / PROMPTS)
+    subject = source.subjects(link)[0]
+    default = example(subject.entry)
+    label, hint = LABELS[LETTERS.get(subject.entry.kind, 0)]
+    label = "Token ids (no tokenizer)" if default == IDS else label
+    _text_area(label, default, f"Ctrl+Enter runs it. {hint}", source.folder / PROMPTS)
     if label == "Text":
         _examples()
     link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
     try:
         source.prompt(link)
-    except BadData:  # the page says so above the box, which then shows what is used instead
+    except BadData:  # `_text_area` has warned and shows what is used instead
         link = link.but(stored=None)
-    _caution(link)
+    if not subject.entry.imported:
+        with contextlib.suppress(WorkbenchError):  # a prompt that cannot be read is refused where it is read
+            length, trained = len(source.tokens(subject, source.prompt(link))), Run.open(subject.entry.path).train.T
+            if length > trained:
+                st.warning(
+                    f"{length} tokens, trained on {trained}: results beyond them are unreliable.",
+                    icon=":material/straighten:",
+                )
     return link
 
 
-def _caution(link: Link) -> None:
-    """Say where a prompt is longer than what the model was trained on."""
+def next_token(
+    link: Link, text: str | None, label: str, key: str, *, position: int = -1, but: int | None = None,
+    none: str | None = None, **kwargs: Any,
+) -> Link:  # fmt: skip
+    """A select box of the likeliest tokens after a position of a text, written under `key`; `none` is the label of no token."""
     source = cached_source()
-    subject = source.subjects(link)[0]
-    if subject.entry.imported:
-        return
-    with contextlib.suppress(WorkbenchError):  # a prompt that cannot be read is told where it is read
-        long, trained = len(source.tokens(subject, source.prompt(link))), Run.open(subject.entry.path).train.T
-        if long > trained:
-            st.warning(
-                f"{long} tokens: this model was trained on {trained} at a time, so what it does beyond them says little.",
-                icon=":material/straighten:",
-            )
+    top = source.query(prompts.next_tokens, source.subjects(link)[0], text, position=position, top=50).top
+    top = top[top["id"] != but]
+    names: dict[Any, str] = {} if none is None else {none: "none"}
+    names |= {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
+    token = widgets.choose(label, key, list(names), show=names.__getitem__, **kwargs)
+    return link.but(**{key: None if token == none else token})
 
 
 def _examples() -> None:
-    """Texts to begin with, one phenomenon each, and what to look at in the one that is shown."""
     texts = {example.phenomenon: example for example in examples()}
     shown = next((e for e in texts.values() if e.text == st.query_params.get("prompt")), None)
+
+    def take() -> None:
+        if example := texts.get(st.session_state["w_example"]):
+            take_example(example)
+
     with st.container(horizontal=True, gap="xsmall", vertical_alignment="center"):
-        st.menu_button("Examples", list(texts), key="w_example", on_click=_take_example, args=(texts,), type="tertiary",
-                       icon=":material/lightbulb:")  # fmt: skip
+        st.menu_button(
+            "Examples", list(texts), key="w_example", on_click=take, type="tertiary", icon=":material/lightbulb:"
+        )
         if shown:
             st.caption(f"**{shown.phenomenon}**: {shown.look}", width="stretch")
 
 
-def _take_example(texts: dict[str, Example]) -> None:
-    chosen = texts.get(st.session_state["w_example"])
-    if chosen:
-        take(chosen)
-
-
-def take(chosen: Example) -> None:
+def take_example(example: Example) -> None:
     """Make an example the prompt of all pages, and its second text the one to patch into."""
     gone = dict.fromkeys(("stored", *OF_A_PROMPT))
-    widgets.update_url(**gone | {"prompt": chosen.text, "other": chosen.other})
+    widgets.update_url(**gone | {"prompt": example.text, "other": example.other})
 
 
 def _text_area(label: str, default: str, about: str, folder: Path) -> None:
-    """A text area mirrored in the URL: short texts as they are, long ones stored in the runs folder and linked by hash."""
+    """A text area mirrored in the URL: short texts directly, long ones by the hash of a file in the runs folder."""
     stored, text = st.query_params.get("stored"), st.query_params.get("prompt", default)
     if stored is not None:
         path = folder / f"{stored}.txt"
@@ -120,4 +126,4 @@ def _keep_prompt(folder: Path) -> None:
         widgets.update_url(**gone | {"stored": name})
     except (WorkbenchError, UnicodeError):
         widgets.update_url(**gone)
-        st.toast("The runs folder cannot be written, so this prompt is not in the link.")
+        st.toast("The runs folder is read-only, so the link does not hold this prompt.")

@@ -1,38 +1,46 @@
-"""The selection, the same on every page: the experiment in the sidebar; model A at a step, and model B beside it, in the header."""
+"""The selection: experiment, model A and B with their steps; and, on pages of many runs, which models are drawn."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import streamlit as st
 
+from workbench import plots
+from workbench.errors import WorkbenchError
 from workbench.models.registry import label
 from workbench.plots import DETAIL
+from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry, told_apart
 from workbench.runs.run import is_study
 from workbench.views import Link
+from workbench.views.base import ONE_SEED
+from workbench.views.link import listed
+from workbench.views.source import facets
 
 from . import widgets
 from .cached_source import cached_source
 
 MODEL_PX, STEP_PX = 170, 120
+FIRST = 8  # series that are drawn by default, and most that are shown as pills
 OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
 
 
 def choose(page: str, *, models: bool = True, experiment: str | None = None) -> Link | None:
-    """Draw the selection; returns the page's link with every choice written out, None where there is nothing to look at.
+    """Draw the selection and return the page's link with every option; None if there are no runs.
 
-    `models`: whether the page shows models or the experiment alone; `experiment`: the one that is chosen where the address
-    names none.
+    Args:
+        models: Whether the page shows models, or the experiment alone.
+        experiment: Default experiment.
     """
     source = cached_source()
-    found = source.catalogue()
-    if not found.entries:
+    groups = source.catalogue().groups
+    if not groups:
         return None
-    groups = dict(sorted(found.groups.items(), key=lambda item: (-len(item[1]), item[0])))
     with st.sidebar:
         group = _experiment(page, groups, experiment)
     link = widgets.current_link(page).but(set=group)
@@ -44,86 +52,155 @@ def choose(page: str, *, models: bool = True, experiment: str | None = None) -> 
     compared = st.query_params.get("compare") == "1"
     if compared or page not in OF_ALL_RUNS:
         link = _model(link, "a", "step", "Model A", ready, "resformer")
-    compared = widgets.toggle(
-        "Compare", "compare", help="With a second model or step: every page then shows A, B and A − B"
-    )
-    if not compared:
+    help_text = "With a second model or step: every page then shows A, B and A − B"
+    if not widgets.toggle("Compare", "compare", help=help_text):
         return link.but(compare=None, b=None, step_b=None)
-    others = ready + [e for e in found.entries if e.steps and e.group != group]
-    return _model(link.but(compare=1), "b", "step_b", "Model B", others, "transformer", follow="step")
+    others = ready + [e for e in source.catalogue().entries if e.steps and e.group != group]
+    link = _model(link.but(compare=1), "b", "step_b", "Model B", others, "transformer", follow="step")
+    if page != "depth" and len({s.entry.architecture for s in source.subjects(link)}) > 1:  # Depth adds the other seeds
+        st.badge(ONE_SEED, icon=":material/warning:", color="orange")
+    return link
 
 
 def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) -> str:
     source = cached_source()
+    groups = dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
     asked = st.query_params.get("a")
     of_a = next((e.group for e in source.catalogue().entries if e.name == asked), None)
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
     apart = source.keep(("told apart", known), lambda: told_apart(groups))
-    names = {name: _name(runs) for name, runs in groups.items()}
+    names = {}
+    for group, runs in groups.items():
+        folder = Path(runs[0].path).parent
+        names[group] = folder.name if is_study(folder) else runs[0].kind
     alike = Counter(names.values())
-    group = widgets.choose(
-        "Experiment", "set", list(groups), default,
-        show=lambda g: _titled(names[g], apart[g] if alike[names[g]] > 1 else "", len(groups[g])),
-        help="Runs of one data, shape and recipe: what may be compared", clears=("a", "step", "b", "step_b", "by", "find", "models"),
-    )  # fmt: skip
+
+    def words(group: str) -> str:
+        count = len(groups[group])
+        more = apart[group] if alike[names[group]] > 1 else ""
+        return f"{names[group]}{', ' if more else ''}{more}: {count} run{'s' if count > 1 else ''}"
+
+    group = str(widgets.choose(
+        "Experiment", "set", list(groups), default, show=words, help="Runs with one data set, shape and recipe, which may be compared",
+        clears=("a", "step", "b", "step_b", "by", "find", "models"),
+    ))  # fmt: skip
     title = groups[group][0].title
     more = [part for part in apart[group].split(", ") if part and part not in title]
     st.caption(widgets.escaped(", ".join([title, *more])))
     if not any(e.steps for e in groups[group]):
         st.caption(_without_checkpoints(groups[group]))
-    return str(group)
+    return group
 
 
 def _model(
-    link: Link, key: str, step_key: str, label: str, runs: list[Entry], prefer: str, follow: str | None = None
+    link: Link, key: str, step_key: str, words: str, runs: list[Entry], prefer: str, follow: str | None = None
 ) -> Link:
-    """A select box of runs and a slider of the chosen one's steps."""
-    names = [e.name for e in runs]
-    default = next((e.name for e in runs if e.architecture == prefer), names[0])
-    name = widgets.choose(label, key, names, default, show=_run_words({e.name: e for e in runs}), width=MODEL_PX)
-    _say_if_gone(key, label, name, names)
-    steps = list(next(e for e in runs if e.name == name).steps)
+    entries = {e.name: e for e in runs}
+    default = next((e.name for e in runs if e.architecture == prefer), runs[0].name)
+
+    def show(name: str) -> str:
+        entry = entries[name]
+        return name if entry.imported else f"{label(entry.series)}{DETAIL}s{entry.seed}"
+
+    name = widgets.choose(words, key, list(entries), default, show=show, width=MODEL_PX)
+    before, st.session_state[f"shown_{key}"] = st.session_state.get(f"shown_{key}"), name
+    known = {e.name for e in cached_source().catalogue().entries}
+    if before not in (None, name, *known) and key not in st.query_params:  # a default that the address never named
+        message = f"{words}: {before} was removed; {name} is shown."
+        st.toast(message, icon=":material/folder_off:", duration="infinite")
+    steps = list(entries[name].steps)
     led = link.whole(follow) if follow else None
-    step = widgets.choose(
-        f"Training step of {label[-1]}", step_key, steps, led if led in steps else steps[-1], slider=True, width=STEP_PX
-    )
+    default_step = led if led in steps else steps[-1]
+    step = widgets.choose(f"Step of {words[-1]}", step_key, steps, default_step, slider=True, width=STEP_PX)
     return link.but(**{key: name, step_key: step})
-
-
-def _say_if_gone(key: str, label: str, name: str, names: list[str]) -> None:
-    """Say so where the run that was shown by default is no longer there: its address never named it."""
-    before = st.session_state.get(f"shown_{key}")
-    st.session_state[f"shown_{key}"] = name
-    if before is not None and before != name and key not in st.query_params:
-        everything = {e.name for e in cached_source().catalogue().entries}
-        if before not in everything:
-            gone = f"{label}: {before} is no longer there; {name} is shown."
-            st.toast(gone, icon=":material/folder_off:", duration="infinite")
 
 
 def _without_checkpoints(runs: list[Entry]) -> str:
     if all(e.shipped for e in runs):
-        return "Shipped with the project: numbers, no weights."
-    return "Recordings hold no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint here yet."
+        return "Shipped with the project: records, no weights."
+    return "Recordings have no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint yet."
 
 
-def _name(runs: list[Entry]) -> str:
-    """An experiment's study, or its data."""
-    folder = Path(runs[0].path).parent
-    return folder.name if is_study(folder) else runs[0].kind
+# ---- which models are drawn ------------------------------------------------------------------------------------------
 
 
-def _titled(name: str, apart: str, count: int) -> str:
-    """An experiment in the few words that a select box shows: its name, and what sets it apart from others of that name."""
-    return f"{name}{', ' if apart else ''}{apart}: {count} run{'s' if count > 1 else ''}"
+def choose_models(link: Link) -> Link:
+    """Draw a panel that selects series of the experiment, by default the first few; return the link with them."""
+    source = cached_source()
+    options = facets(source.group(link))
+    asked = [name for name in listed(st.query_params.get("by", "")) if name in options]
+    by = ",".join(asked) if "by" in st.query_params else None
+    bare = link.but(by=by, find=st.query_params.get("find"), models=None)
+    runs = source.found(bare)
+    names = _in_order(runs)
+    many = len({e.series for e in source.found(bare.but(find=None))}) > FIRST
+    chosen = _asked(names)
+    # an open panel closes if its name changes, so that of many models has no count
+    panel = st.popover(
+        "Models" if many else f"{len(chosen)} of {len(names)} models", icon=":material/checklist:", key="runs_panel",
+        on_change="rerun" if many else "ignore",
+    )  # fmt: skip
+    if panel.open or not many:
+        with panel:
+            widgets.text_line(
+                "Find", "find", clears=("models",), placeholder="words of name, model, option or seed: resformer s0"
+            )
+            if options:
+                default = [name for name in options if name != "seed"]
+                widgets.choose_many("Separate lines by", "by", options, default, clears=("models",))
+            if many:
+                _table(names, runs, chosen)
+            elif names:
+                chosen = widgets.choose_many("Models", "models", names, names, show=_words)
+    if not names:
+        raise WorkbenchError(f"No run of this experiment matches “{st.query_params.get('find')}”.")
+    if not chosen:
+        raise WorkbenchError("Select at least one model.")
+    return bare.but(models=",".join(chosen))
 
 
-def _run_words(entries: dict[str, Entry]) -> Callable[[str], str]:
-    """A run as figures name it; an imported one by its own name."""
+def _in_order(runs: Sequence[Entry]) -> list[str]:
+    """The series of runs: by architecture in the order of the registry, then options, then seed."""
+    place = {name: i for i, name in enumerate(plots.ordered({e.architecture for e in runs}))}
+    by_place = sorted(runs, key=lambda e: (place[e.architecture], e.series.partition(plots.DETAIL)[0], e.seed))
+    return list(dict.fromkeys(e.series for e in by_place))
 
-    def words(name: str) -> str:
-        entry = entries[name]
-        return name if entry.imported else f"{label(entry.series)}{DETAIL}s{entry.seed}"
 
-    return words
+def _asked(names: Sequence[str]) -> list[str]:
+    text = st.query_params.get("models")
+    wanted = listed(text or "")
+    there = [name for name in names if name in wanted]
+    gone = [name for name in wanted if name not in names]
+    if len(names) > FIRST and gone:
+        widgets.warn_ignored("models", ", ".join(gone), names)
+    return there if there or text == "" else list(names[:FIRST])
+
+
+def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -> None:
+    by_series: dict[str, list[Entry]] = {name: [] for name in names}
+    for entry in runs:
+        by_series[entry.series].append(entry)
+    rows = [
+        {"model": _words(name), "runs": len(series), "seeds": _seeds(series),
+         "trained to step": max(e.steps[-1] if e.steps else e.last for e in series), "measures": max(len(e.measured) for e in series)}
+        for name, series in by_series.items()
+    ]  # fmt: skip
+
+    def take(places: list[int]) -> None:
+        widgets.update_url(models=",".join(names[i] for i in places))
+
+    st.caption(f"{len(runs)} runs in {len(names)} line{'s' * (len(names) != 1)}; the {len(chosen)} selected are drawn.")
+    widgets.rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
+
+
+def _seeds(runs: Sequence[Entry]) -> str:
+    """`0 to 49`, or each seed if some between are missing."""
+    seeds = sorted({e.seed for e in runs})
+    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]} to {seeds[-1]}"
+    return ", ".join(map(str, seeds))
+
+
+def _words(series: str) -> str:
+    return plain(plots.label(series))

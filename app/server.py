@@ -1,8 +1,8 @@
-"""The dashboard's server: `python -m app.server --port N --runs DIR`. Streamlit's, with a front end that comes at once.
+"""The dashboard's server, Streamlit's with a faster first visit: `python -m app.server --port N --runs DIR`.
 
-A first visit fetches some sixty small files. Streamlit finds each on disk anew, and its sockets hold the second half of a small
-answer back until the first is confirmed (40 ms). Here the files come from memory and the server binds its own socket. The
-document also says where the server is, which saves a deep link two rounds of asking. Everything else is as Streamlit answers it.
+A first visit fetches sixty small files. Streamlit reads each from disk, and its sockets delay the second half of a small answer by
+40 ms. Here the files come from memory, over a socket of our own. The document also contains the server's address, which saves a
+deep link two requests. Streamlit answers everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from streamlit.runtime.session_manager import SessionInfo
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
 from workbench.plots.style import INK
-from workbench.views.link import PAGES
 
 from . import settings
 
@@ -41,17 +40,18 @@ HERE = (
 )
 STYLE = f"<style>{(Path(__file__).with_name('page.css')).read_text('utf-8').replace('INK', INK)}</style>".encode()
 SCRIPT = f"<script>{(Path(__file__).with_name('page.js')).read_text('utf-8')}</script>".encode()
+OTHERS = ("/_stcore", "/media", "/component", "/static")
+"""Addresses that are no pages."""
 KINDS = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
-SLOW_S, AGAIN = 0.02, 100  # a collection of garbage that is felt; collections between two looks at everything
 FENCE = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; frame-ancestors 'self'; form-action 'self'"
-"""What a page may load, send and be shown in: this server alone, whatever text got into it."""
+"""Content security policy: a page loads from, sends to and is framed by this server alone."""
 HEADERS = (
     (b"content-security-policy", FENCE), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"same-origin"),
 )  # fmt: skip
 
 
 class FrontEnd:
-    """Answers for hosts by name, to its own pages only; sends the document and the files of the front end from memory."""
+    """Refuses foreign hosts and origins; sends the document and the files of the front end from memory."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.files = app, _listing()
@@ -67,7 +67,7 @@ class FrontEnd:
         if scope["type"] == "websocket" and not _is_ours(scope):
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] == "http" and self.prepare.ident is None:  # a browser is here, and busy with the front end
+        if scope["type"] == "http" and self.prepare.ident is None:  # the browser is busy with the front end
             self.prepare.start()
         answer = self._answer(scope) if scope["type"] == "http" else None
         await (answer or self.app)(scope, receive, fenced)
@@ -83,20 +83,19 @@ class FrontEnd:
             return Response(body, media_type=kind, headers={"Cache-Control": "public, immutable, max-age=31536000"})
         if path == "/start":  # the first page has no name in its address
             return RedirectResponse("/?" + scope["query_string"].decode("latin-1"), 307)
-        if path.strip("/") in ("", "kept", *PAGES):
+        if "." not in path and not path.startswith(OTHERS):  # also an unknown page, which Streamlit reports
             return Response(self.document, media_type="text/html", headers={"Cache-Control": "no-cache"})
         return None
 
 
 def _is_ours(scope: Scope) -> bool:
-    """Whether a request names this machine, and comes from a page of this server where it says where it comes from."""
+    """Return True for a request to an allowed host, from this server's own pages."""
     headers, scheme = Headers(scope=scope), {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
     host, origin = headers.get("host"), headers.get("origin")
     return is_host_allowed(host) and origin in (None, f"{scheme}://{host}")
 
 
 def _listing() -> dict[str, Path]:
-    """Files of the front end by their paths in an address."""
     found = (p for p in (FRONT / "static").rglob("*") if p.suffix in KINDS)
     return {f"/{p.relative_to(FRONT).as_posix()}": p for p in found} | {PLOTLY: DRAWS}
 
@@ -107,56 +106,34 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 
 def _document() -> bytes:
-    """Streamlit's, which also says that the largest file will be needed, the one that draws: else it is asked for last of all."""
+    """Streamlit's document with our style and script; it preloads plotly, the largest file, else requested last."""
     head = HERE + STYLE + SCRIPT + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
     return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
 
 
 def _prepare() -> None:
-    """What every page needs is imported, and the runs are looked at, while a first browser reads the front end."""
-    from streamlit import emojis  # noqa: F401 - a quarter of a second, at the first icon
+    """Import what every page needs and read the catalogue while the first browser loads the front end."""
+    from streamlit import emojis  # noqa: F401 - takes a quarter of a second at the first icon
 
     from .cached_source import cached_source
-    from .screens import start_finding  # noqa: F401
+    from .screens import start  # noqa: F401
 
     cached_source().catalogue()
-
-
-class Aside:
-    """Sets what is alive aside from the collection of garbage, which Streamlit does after every run of a page.
-
-    The libraries alone are half a million objects: looking through them takes 0.1 s, in which nothing is sent. Now and then
-    everything is looked at again, so that what has died meanwhile is freed.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.began = 0, 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if info["generation"] < 2:
-            return
-        if phase == "start":
-            self.began = time.perf_counter()
-            return
-        self.count += 1
-        if self.count % AGAIN == 0:
-            gc.unfreeze()
-        elif time.perf_counter() - self.began > SLOW_S:
-            gc.freeze()
+    gc.collect()
+    gc.freeze()  # Streamlit collects garbage after every run of a page: half a million objects of libraries take 0.1 s
 
 
 def _end(_: MemorySessionStorage, session_info: SessionInfo) -> None:
-    """End what a closed socket leaves, in place of keeping it: a page comes back from its address, and its descriptors do not."""
+    """Close a session when its socket closes: a page is restored from its address, and open files would add up."""
     session_info.session.shutdown()
 
 
 MemorySessionStorage.save = _end  # type: ignore[assignment]
-settings.apply()  # before anything is read of them
+settings.apply()  # before Streamlit reads any
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 
 
 def _end_with_parent(parent: int) -> None:
-    """End once the process that started this one is gone: a closed window takes its dashboard along."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -169,7 +146,6 @@ if __name__ == "__main__":
     options = parser.parse_known_args()[0]
     if options.parent is not None:
         threading.Thread(target=_end_with_parent, args=(options.parent,), daemon=True).start()
-    gc.callbacks.append(Aside())
     uvicorn.run(
         app, host=st.get_option("server.address"), port=options.port, ws="websockets-sansio", ws_per_message_deflate=False,
         access_log=False, log_level="warning", timeout_graceful_shutdown=2,

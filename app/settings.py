@@ -1,4 +1,4 @@
-"""What Streamlit is told (`settings.toml`), whatever folder the dashboard starts in, and whatever else is set there."""
+"""Streamlit settings from `settings.toml`, independent of the working directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SETTINGS = Path(__file__).with_name("settings.toml")
 
 
 def apply() -> None:
-    """Set what the file says as flags, which stand above the settings that Streamlit finds in folders.
+    """Apply the settings as flags, which override Streamlit's own files.
 
-    Raises `RuntimeError` where Streamlit does not know one of them: a guard that it does not know would be none.
+    Raises `RuntimeError` for a setting that this Streamlit does not know, as some are for security.
     """
     wanted = dict(_flat(tomllib.loads(SETTINGS.read_text(encoding="utf-8"))))
     options = config.get_config_options(force_reparse=True, options_from_flags=wanted)
@@ -25,7 +25,6 @@ def apply() -> None:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their whole names, as `server.address`."""
     for name, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
 """Widgets that mirror the URL.
 
-The URL is the truth: a widget is set from it each time the script runs and writes it when a visitor changes it, so back,
-forward and deep links work. What the link asks for and is not there is ignored, with a word on the page.
+A widget takes its value from the URL at each run of the script, and writes the URL when a visitor changes it, so back, forward and
+deep links work. An option of the link that does not exist is ignored, with a message on the page.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from workbench.views.link import PAGES, SELECTION, Link, listed
@@ -18,32 +19,36 @@ from workbench.views.pins import escaped as escaped
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
 SHARED = ("layer", "head", "target", "against", "metric", "variant", "position")
-"""Keys that mean the same on several pages, besides the selection's."""
+"""Keys with one meaning on several pages, besides those of every page."""
 OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
-"""Keys that mean another thing on another page."""
-MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of what a link asks for in vain
-FEW = 8  # choices that are named
+"""Keys whose meaning depends on the page."""
+MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of an ignored option
+FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
+
+
+def words(name: str) -> str:
+    """A registered name as text."""
+    return name.replace("_", " ")
 
 
 def current_link(page: str) -> Link:
-    """The address of this page as a link; keys that other pages know are left out."""
+    """Return the address of this page as a link, without keys of other pages."""
     known = (*SELECTION, *PAGES[page].keys)
     return Link(page, {key: st.query_params[key] for key in known if key in st.query_params})
 
 
 def warn_ignored(label: str, asked: object, choices: Sequence[Any] = ()) -> None:
-    """Note what a link asks for in vain, and what there is; the page says it under its header."""
-    told, numbers = escaped(str(asked)[:MAX_TOLD]), [c for c in choices if isinstance(c, int)]
+    """Note an option of the link that does not exist, and the choices; the page shows the message under its header."""
+    value, numbers = escaped(str(asked)[:MAX_TOLD]), [c for c in choices if isinstance(c, int)]
     there = ", ".join(escaped(c) for c in choices[:FEW]) + (f" … {escaped(choices[-1])}" if len(choices) > FEW else "")
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)) == list(choices):
         there = f"{numbers[0]} to {numbers[-1]}"
-    rest = f" There is: {there}." if there else ""
-    said = f"The link asks for “{label.lower()}” {told}, which is not here; it was ignored.{rest}"
-    st.session_state.setdefault("told", {})[said] = None
+    rest = f" Available: {there}." if there else ""
+    message = f"The link asks for “{label.lower()}” {value}, which does not exist; it was ignored.{rest}"
+    st.session_state.setdefault("told", {})[message] = None
 
 
 def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
-    """Write what a widget says; an option that is None takes the key out."""
     value = st.session_state[f"w_{key}"]
     update_url(**dict.fromkeys(clears), **{key: None if value is None else write(value)})
 
@@ -52,10 +57,12 @@ def choose(
     label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
     slider: bool = False, only_if_many: bool = False, clears: Sequence[str] = (), elsewhere: Sequence[str] = (), **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """A select box (or slider) over options, mirrored in the URL under `key`; None where there is nothing to choose from.
+    """A select box (or slider) over options, mirrored in the URL under `key`; returns None without options.
 
-    `only_if_many`: nothing is drawn where there is one option. `clears`: keys that mean nothing once another option is chosen;
-    they leave the URL with it. `elsewhere`: what the key may say on another page; the default stands in for it without a warning.
+    Args:
+        only_if_many: Draw nothing for a single option.
+        clears: Keys that are removed from the URL with the old option.
+        elsewhere: Values of the key on other pages; the default replaces them without a warning.
     """
     if not options:
         return None
@@ -77,7 +84,7 @@ def choose(
 
 
 def distinct_labels(options: Sequence[Any], show: Callable[[Any], str]) -> Callable[[Any], str]:
-    """How options are shown, those that would read alike with what they are: a browser answers with the words it shows."""
+    """Return labels of options; equal labels get the option itself, as a browser answers with the label."""
     words = {option: show(option) for option in options}
     times = Counter(words.values())
     return {o: f"{text} ({o})" if times[text] > 1 else text for o, text in words.items()}.__getitem__
@@ -86,7 +93,7 @@ def distinct_labels(options: Sequence[Any], show: Callable[[Any], str]) -> Calla
 def segments(
     label: str, key: str, options: Sequence[str], default: str | None = None, *, show: Callable[[str], str] = str
 ) -> str:
-    """One of a few options side by side, mirrored in the URL under `key`."""
+    """A segmented control over a few options, mirrored in the URL under `key`."""
     default = default if default in options else options[0]
     asked = st.query_params.get(key)
     if asked is not None and asked not in options:
@@ -103,7 +110,7 @@ def choose_many(
     label: str, key: str, options: Sequence[str], default: Sequence[str] | None = None, *,
     show: Callable[[str], str] = str, clears: Sequence[str] = (),
 ) -> list[str]:  # fmt: skip
-    """Pills over options, mirrored in the URL as `a,b`; all of them unless told otherwise."""
+    """Pills over options, mirrored in the URL as `a,b`; by default all are selected."""
     asked = st.query_params.get(key)
     wanted = [o for o in options if asked is not None and o in listed(asked)]
     if asked and (gone := [name for name in listed(asked) if name not in options]):
@@ -120,7 +127,7 @@ def choose_many(
 
 
 def range_slider(label: str, key: str, count: int, *, help: str | None = None) -> tuple[int, int]:  # noqa: A002
-    """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; all of them unless told otherwise."""
+    """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; by default the full range."""
     asked = st.query_params.get(key)
     named = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
     first, last = (int(named[1]), int(named[2])) if named else (0, count - 1)
@@ -136,13 +143,13 @@ def range_slider(label: str, key: str, count: int, *, help: str | None = None) -
 
 
 def update_url(**changes: Any) -> None:
-    """Change several keys of the URL at once, which is one step back; None takes one out."""
+    """Change several keys of the URL in one step of the history; None removes one."""
     kept = {**st.query_params.to_dict(), **{k: None if v is None else str(v) for k, v in changes.items()}}
     st.query_params.from_dict({k: v for k, v in kept.items() if v is not None})
 
 
 def toggle(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
-    """A toggle, off unless the URL says 1."""
+    """A toggle, mirrored in the URL as 0 or 1; off by default."""
     st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
     return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
 
@@ -150,7 +157,7 @@ def toggle(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A
 def text_line(
     label: str, key: str, default: str = "", *, rows: int = 1, clears: Sequence[str] = (), **kwargs: Any
 ) -> str:
-    """A short text, mirrored in the URL; an empty one is left out of it. `rows`: more than one keeps line ends. `clears` as of `choose`."""
+    """A short text, mirrored in the URL, without the key if it is empty; with several `rows` it keeps line ends."""
     st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:MAX_TEXT]
     common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key, clears), "max_chars": MAX_TEXT, **kwargs}
     return st.text_input(label, **common) if rows == 1 else st.text_area(label, height=28 * rows + 20, **common)
@@ -162,14 +169,41 @@ def _keep_line(key: str, clears: Sequence[str]) -> None:
 
 def warn_of_unknown_keys() -> None:
     if set(st.query_params) - set(KEYS):
-        st.info(
-            "The link carries settings this dashboard does not know; they were ignored.", icon=":material/link_off:"
-        )
+        st.info("The link has unknown options; they were ignored.", icon=":material/link_off:")
 
 
 def page_link(
     page: str, label: str, icon: str, about: str | None = None, *, target: st.Page | None = None, **changes: str
 ) -> None:
-    """A link to another page that carries the selection along, with some of it changed, and what that page had before."""
+    """A link to another page that keeps the selection, with some options changed."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
     st.page_link(target or f"screens/{page}.py", label=label, icon=icon, help=about, query_params=carried)
+
+
+def row_table(
+    key: str, shown: pd.DataFrame, selected: pd.Series, rows: pd.DataFrame, take: Callable[[pd.Series], None], alt: str
+) -> None:
+    """A table with the first row of `selected` selected; `take(row)` is called with another row that a visitor selects."""
+
+    def taken(places: list[int]) -> None:
+        for i in places:
+            take(rows.iloc[i])
+
+    _table(key, shown, [i for i, yes in enumerate(selected) if yes][:1], taken, alt, "single-row")
+
+
+def rows_table(key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[[list[int]], None], alt: str) -> None:
+    """A table with several selected rows; `take(places)` is called with the rows that a visitor leaves selected."""
+    _table(key, shown, chosen, take, alt, "multi-row")
+
+
+def _table(
+    key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[[list[int]], None], alt: str, mode: Any
+) -> None:
+    st.session_state[key] = {"selection": {"rows": chosen, "columns": [], "cells": []}}
+    numbers: dict[Any, Any] = {c: st.column_config.NumberColumn(format="%.3g") for c in shown.select_dtypes("float")}
+    st.dataframe(
+        shown, hide_index=True, width="stretch", height=min(TABLE_PX, 40 + 35 * len(shown)), key=key, selection_mode=mode,
+        on_select=lambda: take(st.session_state[key]["selection"]["rows"]), alt=alt,
+        column_config=numbers | {"#": st.column_config.NumberColumn(width=45)},
+    )  # fmt: skip

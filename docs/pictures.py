@@ -21,8 +21,8 @@ NAMES = re.compile(r"(?<=trace)[0-9a-f]{6}\b")  # which Plotly draws by chance
 
 def resting() -> go.Figure:
     """Return the first two panels of the demo's sinks over training, for the ten seeds of the study."""
-    rows = start.demo.forming(Source(EVIDENCE / "sinks"), Link("start", {"show": "demo"})).table
-    rows = rows[rows["metric"].isin(start.demo.SINK_PANELS[:2])]
+    rows = start.forming(Source(EVIDENCE / "sinks"), Link("start", {"show": "demo"})).table
+    rows = rows[rows["metric"].isin(start.SINK_PANELS[:2])]
     figure = plots.plot(rows, form="steps", title="Attention sink on the start token")
     return figure.update_layout(height=320, margin={"b": 48}, legend={"entrywidth": 110})  # as wide in any font
 

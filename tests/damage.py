@@ -62,7 +62,7 @@ from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
 from workbench.views import Link, pins
 from workbench.views.intervene import parsed
-from workbench.views.start.demo import status
+from workbench.views.start import demo_status
 
 SHAPE = {"n_heads": 4, "n_ctx": 128}
 
@@ -418,7 +418,7 @@ SIDE = {
     "records to be drawn": (in_run("r/records/aa-bb.parquet", drawn), mutated),
     "catalogue's index": (in_run(INDEX, looked_up), mutated),
     "values of a catalogue's index": (in_run(INDEX, looked_up), in_entries),
-    "demo's status": (in_run(STATUS, status), mutated),
+    "demo's status": (in_run(STATUS, demo_status), mutated),
     "dashboard's note": (in_run(NOTE, lambda runs: _ours(runs, 8501)), mutated),
     "study": (reader(text(STUDY), "study.toml", read_study), mutated),
     "edits": (reader(text(EDITS), "edits.txt", lambda f: parsed(f.read_text(errors="replace"))), mutated),

@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from workbench.claims import all_verdicts
 from workbench.data.tokenizer import train_tokenizer
 from workbench.files import write_json
 from workbench.models import build
-from workbench.models.hooked import HookedModel
 from workbench.runs.index import INDEX
 from workbench.runs.records import provenance, records, write_parquet
-from workbench.views import Source, Subject
+from workbench.views import Source
+from workbench.views.source import Cache, Kind
 
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
@@ -39,19 +38,24 @@ OF_OBSERVED = [
 """Page, address and number of figures of what is drawn of a model that is observed from outside."""
 
 
-@dataclass
-class Kept(Source):
-    """Numbers for the views as the dashboard has them: a model is opened once, and what pages keep is computed once."""
+class Memory(Cache):
+    """Keeps models and results, as the dashboard does."""
 
-    kept: dict[Any, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[Any, Any] = {}
 
-    def keep(self, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
-        if key not in self.kept:
-            self.kept[key] = work()
-        return self.kept[key]
+    def get(self, kind: Kind, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
+        if kind not in ("model", "result"):
+            return super().get(kind, key, compute)
+        if (kind, key) not in self.kept:
+            self.kept[kind, key] = compute()
+        return self.kept[kind, key]
 
-    def model(self, subject: Subject) -> HookedModel:
-        return self.keep(("model", subject.entry.path, subject.step), lambda: Source.model(self, subject))
+
+def kept(folder: Path) -> Source:
+    """Numbers for the views as the dashboard has them: a model is opened once, and results are computed once."""
+    return Source(folder, cache=Memory())
 
 
 def known(**facts):

@@ -173,7 +173,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         views.source.EVIDENCE = views.source.MODELS = Path(folder) / "nothing-shipped"
         runs = dashboard.populate(Path(folder) / "runs")
-        source = dashboard.Kept(runs)
+        source = dashboard.kept(runs)
         figures = {link: drawn(source, link) for link in LINKS}
         PAGES.write_text(json.dumps(shown(runs), indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
     lines = []

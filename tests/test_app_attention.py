@@ -151,7 +151,7 @@ def test_the_numbers_of_every_head_stand_on_the_page(page, populated):
     at = page(populated, **A, layer="1", head="0")
     table = at.dataframe[0].value
     assert list(table["layer"]) == [0, 0, 1, 1]
-    assert "spread evenly" in said(at)
+    assert "Uniform attention over" in said(at)
     sinks = element(at)["panels"][0]["sink"]
     assert sinks == pytest.approx(table["attention to the first token"].tolist(), abs=1e-4)
 

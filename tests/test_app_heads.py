@@ -36,7 +36,7 @@ def test_the_named_head_is_selected_and_followed(page, populated):
     assert at.dataframe[0].value["head"][row] == "SVFormer s0 · L0 H1"
     assert any(h.value.startswith("SVFormer s0 · L0 H1") for h in at.header)
     label, asked = link_to_attention(at)
-    assert "present prompt" in label
+    assert "current prompt" in label
     assert asked.items() >= RUN.items()
 
 
@@ -44,9 +44,9 @@ def test_a_chosen_passage_leads_to_attention_with_its_query_held(page, populated
     found = heads.passages(Source(populated), Link("heads", RUN)).table
     at = page(populated, **RUN, prompt=found["prompt"][3], lock=str(found["lock"][3]))
     assert selected(at, "passages") == [3]
-    assert at.dataframe[1].value["text around"][3] == found["prompt"][3]
+    assert at.dataframe[1].value["text"][3] == found["prompt"][3]
     label, asked = link_to_attention(at)
-    assert "chosen passage" in label
+    assert "selected passage" in label
     assert asked.items() >= (RUN | {"prompt": found["prompt"][3], "lock": str(found["lock"][3])}).items()
 
 
@@ -69,12 +69,12 @@ def test_what_the_address_asks_in_vain_is_ignored_with_a_word(page, populated, w
 def test_measures_that_are_not_of_heads_are_not_offered(page, populated):
     at = page(populated, a="text-resformer-s0")
     assert at.selectbox(key="w_metric").options == ["sink mass"]
-    assert "is not here" in said(at)  # the text of these runs
+    assert "is not on this machine" in said(at)  # the text of these runs
 
 
 def test_a_measure_of_layers_that_comes_from_depth_is_named_and_not_called_ignored(page, populated):
     at = page(populated, a="text-resformer-s0", metric="token_identity_share")
     assert not ignored(at)
-    assert "Token identity share has no number of single heads; they are ranked by" in said(at)
+    assert "Token identity share is not measured per head; ranked by" in said(at)
     assert charts(at)
     assert ignored(page(populated, a="text-resformer-s0", metric="token_identity"))

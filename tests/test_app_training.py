@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from app_pages import charts
 
-from app import run_table
+from app import selection
 from workbench.files import write_json
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
@@ -78,8 +78,8 @@ def test_the_gradients_follow_the_step_of_model_a_until_their_slider_is_moved(pa
     ("address", "labels"),
     [
         ({"show": "inside", "x": "time", "smooth": "-1", "models": "gpt"},
-         {"part", "along", "smoothing", "models"}),
-        ({"show": "gradients", "at": "7"}, {"written down at step"}),
+         {"part", "horizontal axis", "smoothing", "models"}),
+        ({"show": "gradients", "at": "7"}, {"logged step"}),
         ({"show": "coefficients", "of": "gpt"}, {"model"}),
     ],
 )  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_recording_is_drawn_without_checkpoints_and_told_to_be_live_while_it_i
     recording(tmp_path, "their *loop*", 3)
     with Run(tmp_path / "their *loop*").writing():
         at = page(tmp_path)
-        assert "Being written now: their *loop*" in said(at)
+        assert "Being written: their *loop*" in said(at)
         assert charts(at)[0].alt.endswith("from 4 at 0 to 2 at 2")
         recording(tmp_path, "their *loop*", 5)
         at.run()
@@ -119,13 +119,13 @@ def test_a_recording_is_drawn_without_checkpoints_and_told_to_be_live_while_it_i
 def test_a_run_that_has_written_nothing_says_when_it_will(page, tmp_path):
     recording(tmp_path, "mine", 2)
     (tmp_path / "mine" / "telemetry" / "000000-000032.parquet").unlink()
-    assert "written nothing yet" in said(page(tmp_path))
+    assert "Nothing is logged yet" in said(page(tmp_path))
 
 
 @pytest.mark.parametrize(("asked", "told"), [("m1,m2", []), ("m1,gone", ["models"]), ("", [])])
 def test_models_that_a_link_names_and_that_are_not_there_are_said(asked, told, monkeypatch):
-    said, names = [], [f"m{i}" for i in range(run_table.FIRST + 1)]
-    monkeypatch.setattr(run_table.widgets, "warn_ignored", lambda label, *_: said.append(label))
-    monkeypatch.setattr(run_table.st, "query_params", {"models": asked})
-    assert run_table._asked(names) == [name for name in asked.split(",") if name in names]
+    said, names = [], [f"m{i}" for i in range(selection.FIRST + 1)]
+    monkeypatch.setattr(selection.widgets, "warn_ignored", lambda label, *_: said.append(label))
+    monkeypatch.setattr(selection.st, "query_params", {"models": asked})
+    assert selection._asked(names) == [name for name in asked.split(",") if name in names]
     assert said == told

@@ -140,12 +140,12 @@ def test_the_builder_tries_and_adds_edits_and_back_takes_them_out(opened, server
     page = opened()
     page.goto(f"{server}/intervene?a=text-resformer-s0&prompt=return%20values&kind=remove:part%3Dmlp")
     settled(page, 3)
-    page.get_by_role("button", name="Try").click()
+    page.get_by_role("button", name="Apply").click()
     page.wait_for_url("**edits=remove**")
     settled(page, 3)
     first = drawn(page, "figure_effect")
     assert any(first)
-    pick(page, "Change", "cut attention to the first token")
+    pick(page, "Edit", "cut attention to the first token")
     page.wait_for_url("**kind=sink**")
     page.get_by_role("button", name="Add").click()
     page.wait_for_url("**edits=remove**sink**")
@@ -240,7 +240,7 @@ def test_share_tells_link_and_command_and_the_drawer_provenance_and_self_check(o
     assert link.startswith(f"{server}/depth?")
     assert {"step", "seed", "view", "site"} & set(dict(parse_qsl(urlsplit(link).query))) >= {"step", "seed", "view"}
     page.keyboard.press("Escape")
-    page.get_by_text("Where this comes from").click()
+    page.get_by_text("Provenance and self-check").click()
     drawer = page.locator(".st-key-drawer")
     drawer.get_by_text("Provenance", exact=True).wait_for()
     drawer.locator('[data-testid="stDataFrame"]').wait_for()
@@ -254,7 +254,7 @@ def test_share_tells_link_and_command_and_the_drawer_provenance_and_self_check(o
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "Importance entropy" in (tmp_path / "depth.html").read_text(encoding="utf-8")
-    drawer.get_by_text("Run it").click()
+    drawer.get_by_text("Run the self-check").click()
     drawer.locator('[data-testid="stDataFrame"]').nth(1).wait_for()
     settled(page)
 

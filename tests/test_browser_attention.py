@@ -68,7 +68,7 @@ def test_hover_reads_tokens_and_weight_and_the_future_is_told(at):
     box.hover(position=where)
     assert "the future" in page.locator(".attention .readout").inner_text()
     page.mouse.move(5, 5)
-    assert "Point at a cell" in page.locator(".attention .readout").inner_text()
+    assert "Hover over a cell" in page.locator(".attention .readout").inner_text()
 
 
 def test_a_held_query_shows_its_row_and_stays_while_the_head_changes(at):
@@ -82,10 +82,10 @@ def test_a_held_query_shows_its_row_and_stays_while_the_head_changes(at):
     weights = [float(re.search(r": ([\d.]+)", c.get_attribute("title"))[1]) for c in page.locator(".chip").all()]
     assert sum(weights) == pytest.approx(1, abs=0.005)
     page.locator('[data-place="head-0-1-1"]').click()
-    page.get_by_role("heading", name="looks at, layer 1, head 1").wait_for()
+    page.get_by_role("heading", name="layer 1, head 1").wait_for()
     assert "lock=6" in page.url
     drawn(page)
-    page.get_by_role("button", name="Let go").click()
+    page.get_by_role("button", name="Deselect").click()
     page.wait_for_url(lambda url: "lock=" not in url)
     page.locator(".chip").first.wait_for(state="detached")
 

@@ -30,13 +30,13 @@ def test_rows_choose_a_head_and_a_passage_that_attention_opens(new_page, server)
     choose(page, 1, 1)
     assert "prompt=" in page.url
     assert "lock=" in page.url
-    page.get_by_text("in Attention, on the chosen passage").click()
+    page.get_by_text("in Attention, on the selected passage").click()
     page.locator(".attention .map canvas").first.wait_for(timeout=60_000)
-    page.locator(".attention", has_text="looks at").first.wait_for()
+    page.locator(".attention", has_text="Query ").first.wait_for()
     page.go_back()
     browsing.settled(page, 3)
-    page.get_by_text("on the chosen passage").wait_for()
+    page.get_by_text("on the selected passage").wait_for()
     page.goto(shown)
     browsing.settled(page, 3)
-    page.get_by_text("on the present prompt").wait_for()
+    page.get_by_text("on the current prompt").wait_for()
     assert not wrong

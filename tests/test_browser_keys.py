@@ -39,9 +39,9 @@ FOCUS = """
 @pytest.mark.parametrize(
     ("address", "figures", "names"),
     [
-        ("depth?metric=sink_mass", 2, ["Collapse sidebar", "Experiment", "Model A", "Training step of A", "Measure", "Relative depth"]),
+        ("depth?metric=sink_mass", 2, ["Collapse sidebar", "Experiment", "Model A", "Step of A", "Measure", "Relative depth"]),
         ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
-        ("intervene?edits=sink", 2, ["Text", "Change", "Layers", "Try", "Add", "The changes", "Figure"]),
+        ("intervene?edits=sink", 2, ["Text", "Edit", "Layers", "Apply", "Add", "Edits as text", "Figure"]),
     ],
 )  # fmt: skip
 def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, server, address, figures, names):
@@ -63,7 +63,7 @@ def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, serve
     assert reached[0] == "Skip to main content"
     missed = [name for name in names if not any(name in one for one in reached)]  # a button's icon is part of its text
     assert missed == []
-    assert any("Where this comes from" in name for name in reached), "the drawer at the end"
+    assert any("Provenance and self-check" in name for name in reached), "the drawer at the end"
     own = address.partition("?")[0].capitalize()
     blind = [u["name"] for u in unseen if u["tag"] not in ("MAIN", "TD", "CANVAS") and not u["name"].endswith(own)]
     assert blind == []
@@ -162,7 +162,7 @@ def test_the_focus_stays_near_what_a_key_took_away(opened, server):
         page.wait_for_url("**prompt=**")
         focused(page, "Examples")
     at(page, server, "intervene?show=patching", 0)
-    page.get_by_role("button", name="Take “").first.focus()
+    page.get_by_role("button", name="Use “").first.focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**other=**")
     page.wait_for_function("document.activeElement !== document.body")
@@ -186,7 +186,7 @@ def test_what_is_kept_is_taken_along_and_let_go_with_keys_alone(new_page, popula
             page.keyboard.press("Enter")
         assert "why sink_mass" in Path(taken.value.path()).read_text(encoding="utf-8")
         focused(page, "Page (HTML)")
-        page.get_by_role("button", name="Let go").first.focus()
+        page.get_by_role("button", name="Remove").first.focus()
         page.keyboard.press("Enter")
         page.get_by_text("why sink_mass").wait_for(state="detached")
         focused(page, "Open")

@@ -111,11 +111,11 @@ def test_how_a_head_came_to_be_is_one_click_on_its_point(at):
 
 def test_a_path_is_cut_in_three_clicks(at):
     page, click = at(f"intervene?{ON}")
-    click(page.locator('[data-testid="stSelectbox"]:has-text("Change") input').first)
+    click(page.locator('[data-testid="stSelectbox"]:has-text("Edit") input').first)
     click(page.get_by_role("option", name="cut attention to the first token", exact=True))
-    click(page.get_by_role("button", name="Try"))
+    click(page.get_by_role("button", name="Apply"))
     assert state(page)["edits"] == "sink"
-    page.locator("h2", has_text="What the change costs").wait_for()
+    page.locator("h2", has_text="Loss change per token").wait_for()
 
 
 def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at):
@@ -123,7 +123,7 @@ def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at
     page, click = at(f"intervene?prompt={first}&other={second}")
     click(page.get_by_role("radio", name="Patching"))
     settled(page)
-    assert page.locator(".st-key-whole_patching", has_text="it is fully back").count() == 1
+    assert page.locator(".st-key-whole_patching", has_text="fully restored").count() == 1
     box = page.locator(".st-key-figure_patching .nsewdrag").bounding_box()
     tokens = page.locator(".tokens [role=option]")
     click(page.locator(".st-key-figure_patching .wb-figure"), force=True, position=_cell(page, box, 2 / tokens.count()))
@@ -140,13 +140,13 @@ def test_a_recording_grows_on_its_page_while_a_loop_goes_on(at, runs):
         recorder.folder.flush()
         page, _ = at("training?set=recorded")
         page.evaluate("window.same = true")
-        page.get_by_text("Being written now: mine").wait_for()
+        page.get_by_text("Being written: mine").wait_for()
         loop(model, recorder, 7, first=3)
         recorder.folder.flush()
         curve = "document.querySelector('.st-key-figure_train_loss .js-plotly-plot')._fullData.find((t) => t.mode === 'lines+markers')"
         page.wait_for_function(f"{curve}.x.length >= 7")
         recorder.close()
-        page.get_by_text("Being written now").wait_for(state="hidden")
+        page.get_by_text("Being written").wait_for(state="hidden")
         assert page.evaluate("window.same"), "the page is the one that was opened"
     finally:
         recorder.close()
@@ -155,18 +155,18 @@ def test_a_recording_grows_on_its_page_while_a_loop_goes_on(at, runs):
 
 def test_a_value_is_followed_in_two_clicks(at):
     page, click = at(f"prompt?{ON}", 2)
-    click(page.get_by_role("radio", name="Follow a value"))
+    click(page.get_by_role("radio", name="Value flow"))
     click(page.locator(".tokens [role=option]").nth(3))
-    page.locator("h2", has_text="followed").wait_for()
+    page.locator("h2", has_text="Value flow").wait_for()
     assert state(page)["position"] == "3"
 
 
 def test_a_document_behind_a_number_is_read_in_three_clicks(at):
     page, click = at("depth?metric=loss&a=models-resformer-s0")
     click(page.get_by_text("Documents behind a number"))
-    page.locator("h2", has_text="documents behind it").wait_for()
+    page.locator("h2", has_text=": documents").wait_for()
     click(page.locator(".st-key-documents .dvn-scroller"), position={"x": 15, "y": 60})  # the first row
-    click(page.get_by_text("The chosen document in Attention"))
+    click(page.get_by_text("Selected document in Attention"))
     assert urlsplit(page.url).path == "/attention"
     assert len(state(page)["prompt"]) > 50
     page.locator(".attention .map canvas").first.wait_for()

@@ -18,7 +18,7 @@ from workbench.claims.verdict import decide, expected_by_chance, judge_differenc
 from workbench.plots.forms import _curve
 from workbench.statistics import intervals
 from workbench.statistics.intervals import over_documents, over_seeds
-from workbench.views.start import finding
+from workbench.views import finding
 
 ROOT = Path(__file__).parent.parent
 VALUES = [-0.01, -0.03, -0.04, -0.012]
@@ -64,13 +64,13 @@ def test_the_level_stands_in_every_sentence(ninety):
     judged = judge(evidence(made, (), losses(made, lambda _: 3.0)), chosen(claims=["lower_loss"]))
     rows = pd.DataFrame({"run": [*"abc"] * 2, "step": [0] * 3 + [1] * 3, "value": [1.0, 2, 3, 2, 3, 5], "se": math.nan})
     interval = over_seeds(VALUES)
-    compared = finding.Finding(finding.LOSS, "g", "", {"g": 1.0}, "g", {"resformer": interval}, {})
+    compared = finding.Finding(finding.LOSS, "g", "", {"g": 1.0}, "g", {"resformer": interval}, {}, {})
     table = pd.DataFrame({"comparison": ["a"], "value": [1.0], "low": [0.0], "high": [2.0], "unit": ["nats"]})
     sentences = {
         "page": page._reading(),
         "chance": expected_by_chance([j.verdict for j in judged]),
         "band": _curve(rows, "step", paired=True)[1],
-        "start page": finding._how(compared),
+        "start page": finding._method(compared),
         "whiskers": plots.intervals(table, "title").layout.title.subtitle.text,
     }
     for name, sentence in sentences.items():

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def source(populated):
-    return dashboard.Kept(populated)
+    return dashboard.kept(populated)
 
 
 def test_every_link_is_kept():

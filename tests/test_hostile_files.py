@@ -24,7 +24,7 @@ from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import TelemetryCache
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
-from workbench.views.start.demo import status
+from workbench.views.start import demo_status
 
 ENDLESS = {
     "pipe": os.mkfifo,
@@ -92,7 +92,7 @@ def test_what_has_no_end_is_as_absent_where_it_only_saves_time(tmp_path, kind):
     for name in (INDEX, STATUS, NOTE, "r/records/a-b.parquet"):
         ENDLESS[kind](tmp_path / name)
     assert [e.name for e in within(20, lambda: catalogue(tmp_path)).entries] == ["r"]
-    assert within(20, lambda: [status(tmp_path), _ours(tmp_path, 8501)]) == [None, None]
+    assert within(20, lambda: [demo_status(tmp_path), _ours(tmp_path, 8501)]) == [None, None]
     assert within(20, lambda: [metrics_of(tmp_path / "r")]) == [()]
 
 

@@ -32,7 +32,7 @@ def test_a_pin_is_kept_once_redrawn_and_let_go(folder):
     (pin,) = pins.pins(folder)
     assert (pin.link, pin.view, pin.note) == (str(DEPTH), "layers", "it falls with depth")
     assert len(pin.draw(Source(folder)).table)
-    pins.let_go(folder, pin)
+    pins.remove(folder, pin)
     assert pins.pins(folder) == []
 
 

@@ -151,5 +151,5 @@ def test_the_training_page_shows_a_recording_while_it_is_made(gpt, browse, tmp_p
     recorder.close()
     shown = [browse(tmp_path, "training", show=part) for part in ("loss", "gradients", "inside", "pace")]
     words = [chart.alt for at in shown for chart in charts(at)]
-    for title in ("Training loss", "Gradient norms", "Update ratio", "Seconds per step", "What recording costs"):
+    for title in ("Training loss", "Gradient norms", "Update ratio", "Seconds per step", "Recording overhead"):
         assert any(title in alt for alt in words), (title, words)

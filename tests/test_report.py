@@ -16,15 +16,15 @@ from workbench.claims.stored import stored
 from workbench.errors import BadData
 from workbench.reports.folder import write_report
 from workbench.runs.catalogue import catalogue
-from workbench.views import Source, start
+from workbench.views import Link, Source, start
 
 
 def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_path):
     """SVFormer copies seven steps before the vanilla model in each of three seeds; the control on the keys is not there."""
-    name, folder = start.demo.RACE_CLAIM, tmp_path / "runs"
+    name, folder = "value_paths_speed_up_induction", tmp_path / "runs"
     for path in populated.glob("race-*"):
         dashboard.copied(path, folder / path.name)
-    (story,) = start.demo.verdicts(Source(folder), "race", [name])
+    (story,) = [j for j in start.judgements(Source(folder), Link("start")) if j.claim.name == name]
     assert story.verdict.status == "unresolved"
     evidence, _ = stored(catalogue(folder).entries)
     analysis = Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, chosen(claims=[name]))), evidence, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from workbench.runs.run import runs_folder
 
 pytest.importorskip("streamlit")
 from app import settings
-from app.server import AGAIN, FRONT, Aside
+from app.server import FRONT
 
 
 @pytest.fixture(scope="module")
@@ -147,21 +146,6 @@ def test_small_answers_are_not_held_back(port):
         took.append(time.perf_counter() - begin)
     wire.close()
     assert statistics.median(took) < 0.03
-
-
-def test_what_is_alive_is_set_aside_once_collecting_is_felt_and_looked_at_again_later(monkeypatch):
-    done = []
-    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
-    monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
-    clock = iter(t for n in range(AGAIN + 1) for t in (n, n + (0.001 if n == 0 else 0.05)))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    aside = Aside()
-    for _ in range(AGAIN):
-        aside("start", {"generation": 0})
-        aside("stop", {"generation": 0})
-        aside("start", {"generation": 2})
-        aside("stop", {"generation": 2})
-    assert done == ["freeze"] * (AGAIN - 2) + ["unfreeze"]
 
 
 # ---- beginning and end ----

@@ -35,7 +35,7 @@ from workbench.studies.shipping import ship
 from workbench.studies.study_file import read_study
 from workbench.training.loop import train
 from workbench.views import Link, Source, source
-from workbench.views.start.folder import table
+from workbench.views.start import runs_table
 
 STUDY = """
 question = "When does the sink form?"
@@ -192,7 +192,7 @@ def test_an_empty_folder_of_runs_shows_what_ships_until_there_is_a_run(evidence,
     here = Source(tmp_path)
     assert {e.name for e in here.catalogue().entries} == {"small-transformer-s0", "small-resformer-s0"}
     assert not here.own()
-    assert set(table(here)["state"]) == {"shipped, read-only"}
+    assert set(runs_table(here)["state"]) == {"shipped, read-only"}
     with pytest.raises(WorkbenchError, match="shipped without weights"):
         here.subjects(Link("attention"))
     shutil.copytree(trained[0] / "runs" / "small-resformer-s0", tmp_path / "mine")

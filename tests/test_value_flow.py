@@ -194,7 +194,7 @@ def test_gates_are_said_to_be_left_out_and_wrong_places_refused(tiny):
 def drawn(folder, **options):
     chosen = {"a": "text-resformer-s0", "prompt": "return values", "show": "follow", "position": "0"} | options
     chosen = {k: v for k, v in chosen.items() if v is not None}
-    ((_, drawing),) = drawings(dashboard.Kept(folder), Link("prompt", chosen), "follow")
+    ((_, drawing),) = drawings(dashboard.kept(folder), Link("prompt", chosen), "follow")
     return drawing
 
 
@@ -202,20 +202,15 @@ def test_the_sentence_and_the_labels_tell_the_table(populated):
     drawing = drawn(populated, layer="0")
     table, said = drawing.table, drawing.sentence
     source, here, later = (table[table["kind"] == kind] for kind in ("source", "reader", "later"))
-    assert (
-        f"is {number(source['amount'].sum())} long, made of own values {number(source['amount'].sum())} (100.0%)"
-        in said
-    )
+    norm = number(source["amount"].sum())
+    assert f"has norm {norm}: own values {norm} (100.0%)" in said
     amount, total = here["amount"].sum(), here["total"].sum()
-    assert f"{number(amount)} of the {number(total)} that they get in this layer ({amount / total:.1%};" in said
+    assert f"{number(amount)} of {number(total)} ({amount / total:.1%};" in said
     best = here.loc[here["amount"].idxmax()]
     assert f"most through head {best['head']} ({number(best['amount'])}, {best['share']:.1%} of" in said
     queries = table[(table["kind"] == "query") & (table["query"] > 0)]
     most = queries.loc[queries["amount"].idxmax()]
-    assert (
-        f"(token {most['query']}) gets most, {number(most['amount'])} through head {most['head']}: {most['share']:.1%}"
-        in said
-    )
+    assert f"(token {most['query']}), {number(most['amount'])} through head {most['head']}, {most['share']:.1%}" in said
     assert f"most layer 1: {number(later['amount'].sum())} of {number(later['total'].sum())}" in said
     words = " ".join(text for t in drawing.figure.data if t.mode == "text" for text in t.text)
     for row in here.to_dict("records"):
@@ -230,15 +225,15 @@ def test_the_sentence_and_the_labels_tell_the_table(populated):
 def test_two_models_are_followed_below_each_other_and_a_layer_that_one_lacks_is_refused(populated):
     drawing = drawn(populated, compare="1", b="text-transformer-s0")
     assert {name[:2] for name in drawing.table["model"]} == {"A:", "B:"}
-    assert "No later layer reads any part of it again" in drawing.sentence
+    assert "No later layer reads a part of it again" in drawing.sentence
     with pytest.raises(WorkbenchError, match=r"layers 0\.\.1"):
         drawn(populated, layer="2")
 
 
 def test_the_last_token_is_read_by_itself_alone(populated):
     said = drawn(populated, position=None, layer="0").sentence
-    assert "Only the token itself can read it" in said
-    assert not re.search("nan|Of later tokens", said)
+    assert "1 query reads it" in said
+    assert not re.search("nan|Later token", said)
 
 
 def test_a_command_draws_the_path(populated, tmp_path):
@@ -246,7 +241,7 @@ def test_a_command_draws_the_path(populated, tmp_path):
     link = "prompt?a=text-resformer-s0&prompt=return%20values&position=0&layer=1&show=follow"
     result = CliRunner().invoke(app, ["view", link, "--only", "follow", "--out", str(out), "--runs", str(populated)])
     assert result.exit_code == 0, result.output
-    assert "followed" in out.read_text(encoding="utf-8")
+    assert "Value flow" in out.read_text(encoding="utf-8")
 
 
 def test_the_page_follows_the_chosen_value(browse, populated):

@@ -64,7 +64,7 @@ def test_links_that_ask_for_what_is_not_there_are_refused_by_name(text, error, w
 
 
 def test_a_number_in_a_link_must_be_one():
-    with pytest.raises(BadData, match="whole number"):
+    with pytest.raises(BadData, match="not an integer"):
         Link("depth", {"step": "two"}).whole("step")
 
 
@@ -244,7 +244,7 @@ def test_relative_depth_ends_at_one(ask):
 def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):
     drawing = drawn(ask, "depth?metric=sink_mass&depth=1")
     assert list(drawing.figure.data[0].y) == [0, 1]
-    assert drawing.sentence == "Relative depth is for lines over layers."
+    assert drawing.sentence == "Relative depth applies to lines over layers only."
 
 
 def test_depth_names_measure_place_variant_and_step_in_the_figure(ask):
@@ -269,7 +269,7 @@ def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, mon
     plain = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
     monkeypatch.setattr(ask, "records", both)
     drawing = drawn(ask, "depth?metric=importance_entropy&seed=0&models=transformer,svformer")
-    assert drawing.sentence == "Nothing of this is stored for SVFormer."
+    assert drawing.sentence == "No records of SVFormer."
     lines = [next(t for t in d.figure.data if t.name == "Transformer") for d in (plain, drawing)]
     assert list(lines[0].y) == list(lines[1].y)
 

@@ -39,7 +39,7 @@ def ask(populated, tmp_path_factory):
         for file in path.iterdir():
             file.unlink()
         save(build("resformer", long, seed=step), path, seed=0, step=step, run="long-resformer-s0")
-    return dashboard.Kept(folder)
+    return dashboard.kept(folder)
 
 
 def link(**options):
@@ -81,7 +81,7 @@ def test_a_window_is_that_piece_of_the_map_with_its_tokens_named(ask):
     assert heat(drawing) == pytest.approx(patterns(ask)[0, 1][6:10, 2:5], abs=1e-5)
     tokens = ask.tokens(ask.subjects(link())[0], TEXT)
     assert [t.rstrip("\u200b") for t in drawing.figure.data[0].x] == [f"{i}:{tokens[i]}" for i in range(2, 5)]
-    assert "each cell is one weight" in drawing.figure.layout.title.subtitle.text
+    assert "cell: one weight" in drawing.figure.layout.title.subtitle.text
     assert len(drawing.table) == 12
 
 
@@ -208,8 +208,8 @@ def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
         np.nan_to_num(heat(drawn(ask, "weights", of))), abs=1e-6
     )
     said = [drawn(ask, "weights", of.but(branch=n)).figure.layout.title.subtitle.text for n in names]
-    assert "keys of the layer itself alone" in said[names.index("own")]
-    assert any("keys of the first layer alone" in s for s in said)
+    assert "keys of the layer itself only" in said[names.index("own")]
+    assert any("keys of the first layer only" in s for s in said)
     beside = link(a="text-transformer-s0", layer=1, head=0)
     compared = of.but(
         compare=1, b="text-transformer-s0", branch=names[0]
@@ -354,11 +354,11 @@ def test_a_query_of_a_is_held_in_b_only_where_both_read_the_same_tokens(ask):
 
 def test_what_is_said_of_all_heads_is_plain_text(ask):
     said = drawn(ask, "overview", compared()).sentence
-    assert said.startswith("A: ResFormer · s0, step 20: most attention")
+    assert said.startswith("A: ResFormer · s0, step 20: strongest sink")
 
 
 def test_a_cell_of_many_tokens_says_how_many_at_most(ask):
     choice, found = attention.seen(ask, link(a="long-resformer-s0", prompt=LONG))
     rows = int(np.diff(found[0].window.queries).max())
     assert choice.length > attention.CELLS
-    assert attention.cell(choice, found).startswith(f"a cell is up to {rows} queries by {rows} keys")
+    assert attention.cell_words(choice, found).startswith(f"cell: up to {rows} queries by {rows} keys")

@@ -22,7 +22,7 @@ from workbench.views import Link, Source, drawings, start
 
 @pytest.fixture(scope="module")
 def ask(populated):
-    return dashboard.Kept(populated)
+    return dashboard.kept(populated)
 
 
 def link(show, **options):
@@ -32,26 +32,26 @@ def link(show, **options):
 def status(folder, **told):
     told = {"finished": False, "ready": ["a"], "models": ["a", "b"], "left_s": 7, "failed": {}} | told
     write_json(folder / ".demo.json", told)
-    return start.demo.status(folder)
+    return start.demo_status(folder)
 
 
 def test_a_demo_says_how_far_it_is_and_when_it_has_gone_quiet(tmp_path):
-    assert start.demo.status(tmp_path) is None
+    assert start.demo_status(tmp_path) is None
     found = status(tmp_path)
     assert (found.running, found.ready, found.planned, found.left_s) == (True, 1, 2, 7.0)
     assert not status(tmp_path, finished=True).running
     status(tmp_path)
     os.utime(tmp_path / ".demo.json", (1, 1))
-    assert not start.demo.status(tmp_path).running
+    assert not start.demo_status(tmp_path).running
     (tmp_path / ".demo.json").write_text(json.dumps([1, 2]))
-    assert start.demo.status(tmp_path) is None
+    assert start.demo_status(tmp_path) is None
 
 
 def test_a_folder_of_demo_runs_alone_is_known(ask, tmp_path):
-    assert start.demo.only_demo(ask)
+    assert start.only_demo(ask)
     dashboard.run(tmp_path, "mine", "transformer", 0, "repeated", steps=())
     status(tmp_path)
-    assert not start.demo.only_demo(Source(tmp_path))
+    assert not start.only_demo(Source(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +64,18 @@ def resting(tmp_path_factory):
 
 
 def test_the_story_draws_where_attention_rests_while_its_models_train(resting):
-    drawn = start.demo.forming(resting, link("demo"))
+    drawn = start.forming(resting, link("demo"))
     measured = drawn.table[drawn.table["control"].isna()]
     assert list(dict.fromkeys(measured["metric"])) == ["sink_mass", "value_drain", "importance_entropy"]
     assert set(measured["architecture"]) == {"transformer", "transformer · without start token"}
     assert set(measured["step"]) == {0, 50, 60}, "each checkpoint, not the last alone"
     of_one_head = measured.groupby(["metric", "run", "step"]).size()
     assert (of_one_head == 1).all()
-    heads = start.demo.resting_heads(resting, link("demo", when=50))
+    heads = start.resting_heads(resting, link("demo", when=50))
     assert set(heads.table["run"]) == {"sinks-transformer-s0"}
     assert heads.table["key"].max() == 31, "one sequence of the task itself"
-    (told,) = start.demo.verdicts(resting, "sinks", [start.demo.SINK_CLAIM])
-    assert told.verdict.status == "not_checkable"
     with pytest.raises(WorkbenchError, match=r"choose from \[0, 50, 60\]"):
-        start.demo.resting_heads(resting, link("demo", when=7))
+        start.resting_heads(resting, link("demo", when=7))
 
 
 def test_a_training_is_measured_at_each_checkpoint_as_soon_as_it_is_there(resting, tmp_path):
@@ -101,28 +99,28 @@ def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_a
     shipped = [e for e in ask.catalogue().entries if e.name.startswith("text-")]
     renamed = [dataclasses.replace(e, name=e.name.replace("text-", "value_paths-")) for e in shipped]
     monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=renamed))
-    assert {e.name for e in start.demo.text_models(resting)} == {e.name for e in renamed}
-    assert start.demo.text_models(ask) == start.demo.runs(ask, "text")
-    assert set(start.demo.identity(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
+    assert {e.name for e in start.text_models(resting)} == {e.name for e in renamed}
+    assert start.text_models(ask) == start.demo_runs(ask, "text")
+    assert set(start.identity(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
 
 
 def test_the_race_is_of_the_shipped_study_where_none_is_trained(ask, resting, monkeypatch):
-    raced = start.demo.runs(ask, "race")
+    raced = start.demo_runs(ask, "race")
     renamed = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.003-s{e.seed}") for e in raced]
     other = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.006-s{e.seed}") for e in raced]
     monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=[*renamed, *other]))
-    assert {e.name for e in start.demo.race_models(resting)} == {e.name for e in renamed}, "one rate alone"
-    assert start.demo.race_models(ask) == raced
-    assert set(start.demo.race(resting, link("demo")).table["architecture"]) == {e.architecture for e in raced}
+    assert {e.name for e in start.race_models(resting)} == {e.name for e in renamed}, "one rate alone"
+    assert start.race_models(ask) == raced
+    assert set(start.race(resting, link("demo")).table["architecture"]) == {e.architecture for e in raced}
 
 
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
-    race = start.demo.race(ask, link("demo"))
+    race = start.race(ask, link("demo"))
     assert set(race.table["metric"]) == {"copy_loss"}
-    identity = start.demo.identity(ask, link("demo"))
+    identity = start.identity(ask, link("demo"))
     assert set(identity.table["metric"]) == {"token_identity_share"}
-    assert start.demo.replaced(ask, link("demo")).figure.data
-    heads = start.demo.copying_heads(ask, link("demo", at=8))
+    assert start.replaced(ask, link("demo")).figure.data
+    heads = start.copying_heads(ask, link("demo", at=8))
     z = np.asarray(heads.figure.data[0].z, dtype=float)
     assert np.nansum(z, axis=1) == pytest.approx(1.0, abs=1e-5)
     assert np.isnan(z[0, 1])
@@ -131,9 +129,6 @@ def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     first = heads.table[heads.table["run"] == heads.table["run"].iloc[0]]
     assert first["attention"].to_numpy() == pytest.approx(z[first["query"], first["key"]], abs=1e-6)
     assert len(first) == np.isfinite(z).sum()
-    lower, _, sinks = start.demo.verdicts(ask, "text", start.demo.LIMITS)
-    assert lower.verdict.status == "gated", "a few steps test no claim on the final loss"
-    assert "No sink formed" in sinks.verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -145,14 +140,14 @@ def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
 )
 def test_heads_that_are_not_there_are_refused(ask, options, error, word):
     with pytest.raises(error, match=word):
-        start.demo.copying_heads(ask, link("demo", **options))
+        start.copying_heads(ask, link("demo", **options))
 
 
 def test_only_the_shown_part_of_the_page_is_drawn(ask):
     with pytest.raises(WorkbenchError, match="show=demo"):
-        start.demo.race(ask, link("model"))
+        start.race(ask, link("model"))
     with pytest.raises(UnknownName, match="part of the page"):
-        start.demo.race(ask, link("models"))
+        start.race(ask, link("models"))
     ((name, drawing),) = drawings(ask, link("demo"), "race")
     assert name == "race"
     assert drawing.figure.data

@@ -38,7 +38,7 @@ def measured(folder, data):
 
 @pytest.fixture
 def ask(populated, tmp_path):
-    return dashboard.Kept(dashboard.copied(populated, tmp_path / "runs"))
+    return dashboard.kept(dashboard.copied(populated, tmp_path / "runs"))
 
 
 def link(**options):
@@ -67,21 +67,21 @@ def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(a
 def test_a_head_of_a_layer_has_its_own_documents_and_a_layer_that_is_not_there_is_refused(ask):
     run = Run.open(ask.folder / RUN)
     values = measured(run.path, run.data.sample(DOCUMENTS, 16).hash)
-    found = depth.cell(ask, link(layer=0, head=1))
+    found = depth.number_behind(ask, link(layer=0, head=1))
     assert found.values.to_numpy() == pytest.approx(values[:, 0, 1])
     assert (found.layers, found.heads) == ([0, 1], [0, 1])
-    assert depth.cell(ask, link()).layer == 1, "the last layer"
+    assert depth.number_behind(ask, link()).layer == 1, "the last layer"
     with pytest.raises(WorkbenchError, match=r"layer 7 has no values of single documents; choose from \[0, 1\]"):
-        depth.cell(ask, link(layer=7))
+        depth.number_behind(ask, link(layer=7))
 
 
 def test_a_text_that_is_not_the_runs_own_is_not_taken_for_the_measured_one(ask):
     measured(ask.folder / RUN, "another sample")
     drawing = depth.behind(ask, link(layer=1))
     assert drawing.table["prompt"].isna().all()
-    assert "measured on another sample" in drawing.sentence
+    assert "not those of the run's own data" in drawing.sentence
 
 
 def test_numbers_without_values_of_single_documents_say_how_to_keep_them(ask):
-    with pytest.raises(WorkbenchError, match="no values of single documents are stored; measured again they are kept"):
+    with pytest.raises(WorkbenchError, match=r"no values of single documents of sink mass.*To store them"):
         depth.behind(ask, Link("depth", {"a": "text-resformer-s0", "metric": "sink_mass", "behind": "1"}))

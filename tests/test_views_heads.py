@@ -73,7 +73,7 @@ def ask(tmp_path_factory):
     path = folder / "small-transformer-s0"
     for step in (0, 20):
         save(planted(step), path / f"step_{step:06d}", seed=0, step=step, run=path.name)
-    return dashboard.Kept(folder)
+    return dashboard.kept(folder)
 
 
 def drawn(ask, link):
@@ -120,7 +120,7 @@ def test_the_figure_has_error_bars_the_baseline_and_the_first_head_on_top(ask):
 def test_without_a_stored_control_the_baseline_is_random_init(ask, monkeypatch):
     there = ask.records
     monkeypatch.setattr(ask, "records", lambda *a: (f := there(*a))[f["control"].isna()])
-    monkeypatch.setattr(ask, "kept", {})
+    monkeypatch.setattr(ask.cache, "kept", {})
     table = only(ask, "heads?models=transformer", "ranking").table
     assert table["baseline"].tolist() == pytest.approx([0.05] * 4)
     assert set(table["baseline_of"]) == {heads.INIT}
@@ -129,7 +129,7 @@ def test_without_a_stored_control_the_baseline_is_random_init(ask, monkeypatch):
 
 
 def test_the_end_follows_what_the_measure_says_of_itself(populated):
-    ask = dashboard.Kept(populated)
+    ask = dashboard.kept(populated)
     assert heads.options(ask, Link("heads", {"a": "race-svformer-s0"})).end == "highest"
     assert heads.METRICS[0] == "row_entropy"
     rows = ask.records(ask.catalogue().entries, ["sink_mass"])
@@ -168,7 +168,7 @@ def test_a_time_lapse_names_the_rows_of_each_step(ask):
 def test_runs_without_a_measure_of_heads_say_how_to_get_one(tmp_path):
     dashboard.run(tmp_path, "bare-resformer-s0", "resformer", 0, "text", steps=(0,))
     with pytest.raises(WorkbenchError, match=r"workbench measure .*bare-resformer-s0 -m row_entropy --steps all"):
-        drawn(dashboard.Kept(tmp_path), "heads")
+        drawn(dashboard.kept(tmp_path), "heads")
 
 
 # ---- one head ----
@@ -181,7 +181,7 @@ def test_the_history_is_the_chosen_head_among_those_of_its_run(ask):
     assert list(traces["Transformer"].y) == [0.04, 0.7]
     assert sum(t.legendgroup == "others" for t in drawing.figure.data) == 3
     assert set(numbers(traces["uniform causal"].y)) == {0.125}
-    assert drawing.sentence == "From 0.04 at step 0 to 0.7 at step 20, the highest of the run's 4 heads."
+    assert drawing.sentence == "0.04 at step 0, 0.7 at step 20: rank 1 of 4 heads of the run, highest first."
     heads_of_run = drawing.table[drawing.table["control"].isna()]
     assert set(heads_of_run[heads_of_run["chosen"].astype(bool)]["value"]) == {0.04, 0.7}
 
@@ -251,16 +251,16 @@ def test_an_excerpt_of_text_reads_as_the_documents_own_tokens(populated):
 
 
 def test_runs_without_weights_or_text_say_why_there_are_no_passages(ask, populated, tmp_path):
-    with pytest.raises(WorkbenchError, match="ResFormer s0 has no checkpoint, so no text can be read"):
+    with pytest.raises(WorkbenchError, match="ResFormer s0 has no checkpoint, so it cannot read text"):
         only(ask, "heads", "passages")
-    with pytest.raises(WorkbenchError, match="the text that text-resformer-s0 was trained on is not here"):
-        only(dashboard.Kept(populated), "heads?a=text-resformer-s0", "passages")
+    with pytest.raises(WorkbenchError, match="the training text of text-resformer-s0 is not on this machine"):
+        only(dashboard.kept(populated), "heads?a=text-resformer-s0", "passages")
     folder = dashboard.copied(ask.folder, tmp_path / "runs")
     path = folder / "small-transformer-s0" / "run.json"
     known = json.loads(path.read_text())
     path.write_text(json.dumps(known | {"data": {"kind": "imported", "domains": ["unknown"]}}))
     with pytest.raises(WorkbenchError, match="nothing says what small-transformer-s0"):
-        only(dashboard.Kept(folder), "heads?a=small-transformer-s0", "passages")
+        only(dashboard.kept(folder), "heads?a=small-transformer-s0", "passages")
 
 
 # ---- where Attention opens ----

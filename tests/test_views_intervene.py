@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import html
 import shlex
 
@@ -21,7 +20,7 @@ from workbench.prompts import patch_sweep
 from workbench.runs.run import Run
 from workbench.views import Drawing, Link, drawings
 from workbench.views.base import timelapse
-from workbench.views.intervene import LEAKS, compose, effect, next_token, sweeps
+from workbench.views.intervene import LEAKS, edit_text, effect, next_token, sweeps
 from workbench.views.writing import WRITERS
 
 TEXT = "return values"
@@ -30,7 +29,7 @@ BOTH = {"compare": "1", "b": "text-transformer-s0"}
 
 @pytest.fixture(scope="module")
 def source(populated):
-    return dashboard.Kept(populated)
+    return dashboard.kept(populated)
 
 
 def link(**options):
@@ -49,7 +48,7 @@ def test_the_difference_of_two_effects_is_drawn_told_and_in_the_table(source):
     rows = drawing.table[drawing.table["model"] == plots.MINUS]
     assert rows["change"].to_numpy() == pytest.approx(np.asarray(minus))
     assert f"{plots.MINUS}: {np.mean(minus):+.3f} nats" in drawing.sentence
-    assert "above 0: it costs A more" in drawing.sentence
+    assert "above 0: a larger loss in A" in drawing.sentence
 
 
 def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(source):
@@ -157,7 +156,7 @@ def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(source, view
 
 def test_two_steps_of_one_run_play_against_the_step_that_was_chosen(source):
     played = timelapse(effect, source, link(compare=1, b="text-resformer-s0", step_b=0))
-    assert "B stands still at step 0" in played.sentence
+    assert "B stays at step 0" in played.sentence
     minus = {f.name: np.abs(f.data[2].y).max() for f in played.figure.frames}
     assert minus["step 0"] == 0
     assert minus["step 20"] > 0
@@ -168,7 +167,7 @@ def test_a_view_that_no_step_changes_is_not_played(source):
     def still(source, at):
         return drawn(source, "effect", step=20)
 
-    with pytest.raises(WorkbenchError, match="same at every checkpoint"):
+    with pytest.raises(WorkbenchError, match="equal at every checkpoint"):
         timelapse(still, source, link())
 
 
@@ -179,7 +178,7 @@ def test_checkpoints_left_out_are_named_with_the_reason(source):
         return drawn(source, "effect", step=at.text("step"))
 
     said = timelapse(partly, source, link()).sentence
-    assert said == "1 of 3 checkpoints cannot be drawn here and are left out: step 8: not measured"
+    assert said == "1 of 3 checkpoints cannot be drawn and are left out: step 8: not measured"
 
 
 def test_colours_of_a_time_lapse_keep_white_at_zero_where_any_frame_has_both_signs():
@@ -212,9 +211,9 @@ def test_figures_side_by_side_say_what_the_whiskers_of_the_difference_are():
 
 
 def test_an_edit_is_composed_from_what_is_chosen():
-    assert compose("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
-    assert compose("sink", [], []) == "sink"
-    assert compose("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
+    assert edit_text("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
+    assert edit_text("sink", [], []) == "sink"
+    assert edit_text("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
 
 
 def test_the_effect_is_the_loss_after_minus_before(source):
@@ -230,7 +229,7 @@ def test_the_effect_is_the_loss_after_minus_before(source):
 
 
 def test_a_change_so_large_that_the_model_guesses_is_no_result(source):
-    assert "no result" in drawn(source, "effect", edits="coefficient:value=1e30").sentence
+    assert "the model ignores the text" in drawn(source, "effect", edits="coefficient:value=1e30").sentence
     assert "no result" not in drawn(source, "effect", edits="coefficient:value=2").sentence
 
 
@@ -244,7 +243,7 @@ def test_a_sweep_has_a_cell_for_each_place(source, over):
 
 def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, monkeypatch):
     text, other, figures = "qzx w", "qzj w", []
-    monkeypatch.setattr(prompts, "patch_sweep", functools.partial(patch_sweep, apart=0))
+    monkeypatch.setattr(prompts, "patch_sweep", lambda *args, **options: patch_sweep(*args, apart=0, **options))
     for target, against in ((5, 9), (9, 5)):
         with contextlib.suppress(BadData):
             pair = {"prompt": text, "other": other, "target": target, "against": against}
@@ -252,7 +251,7 @@ def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, m
     ((figure, pair),) = figures  # the other way round there is nothing to bring back
     restored = np.asarray(figure.data[0].z)
     assert restored[-1, -1] == pytest.approx(1, abs=1e-4)
-    assert "the first answer leads by" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "logit difference" in figure.layout.title.subtitle.text.replace("<br>", " ")
     layers, last = len(restored) - 1, restored.shape[1] - 1
     whole = drawn(source, "patched", **pair, layer=layers, position=last).table.set_index("id")
     first = drawn(source, "next_token", prompt=text).table.set_index("id")["before"]
@@ -286,6 +285,6 @@ def test_edits_that_cannot_be_made_are_refused_in_words(source, name, options, e
 def test_without_a_change_the_loss_of_each_token_is_drawn_as_it_is(source):
     bare, changed = drawn(source, "effect"), drawn(source, "effect", edits="values:how=zero")
     np.testing.assert_array_equal(bare.figure.data[0].y, changed.table["before"])
-    assert "nothing is changed yet" in bare.figure.layout.title.text
-    assert bare.figure.layout.yaxis.title.text == "loss, nats"
+    assert "no edit" in bare.figure.layout.title.text
+    assert bare.figure.layout.yaxis.title.text == "loss (nats)"
     assert (bare.table["change"] == 0).all()

@@ -17,19 +17,21 @@ from workbench.claims import all_verdicts
 from workbench.claims.apart import judge_apart
 from workbench.claims.judging import chosen
 from workbench.claims.stored import stored
+from workbench.claims.verdict import Verdict
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
 from workbench.runs.run import Run
-from workbench.views import Link, Source, start
+from workbench.statistics.censored import compare_steps
+from workbench.views import Link, Source, finding, start
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
 
 @pytest.fixture(scope="module")
 def ask(populated):
-    return dashboard.Kept(populated)
+    return dashboard.kept(populated)
 
 
 def link(show, **options):
@@ -45,11 +47,11 @@ def shipped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shipped")
     for run in (SHIPPED / "evidence" / "induction").iterdir():
         (folder / run.name).symlink_to(run)
-    return dashboard.Kept(folder)
+    return dashboard.kept(folder)
 
 
 def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped):
-    found = start.finding.finding(shipped, link("finding"))
+    found = finding.finding(shipped, link("finding"))
     assert sorted(found.rates.values()) == [0.003, 0.006, 0.012]
     ends = {}
     for group, rate in found.rates.items():
@@ -58,16 +60,16 @@ def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped)
         ends[rate] = rows["value"].mean()
     assert min(ends, key=ends.get) == found.rates[found.group]
     other = next(group for group in found.rates if group != found.group)
-    asked = start.finding.finding(shipped, link("finding", set=other))
+    asked = finding.finding(shipped, link("finding", set=other))
     assert asked.group == other
     assert (
-        f"{found.rates[found.group]:g} is the one"
-        in start.finding.finding_differences(shipped, link("finding", set=other)).sentence
+        f"{found.rates[found.group]:g} has the lowest"
+        in finding.finding_differences(shipped, link("finding", set=other)).sentence
     )
 
 
 def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
-    found = start.finding.finding(shipped, link("finding"))
+    found = finding.finding(shipped, link("finding"))
     evidence, _ = stored(shipped.group(link("finding", set=found.group)))
     (claim,) = chosen(claims=["value_paths_speed_up_induction"])
     judged = claim.judge(evidence).table.set_index("comparison")
@@ -76,30 +78,47 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
         assert (row["value"], row["low"], row["high"]) == pytest.approx(
             (found.intervals[name].value, found.intervals[name].low, found.intervals[name].high)
         )
-    told = start.finding.headline(found)
+    told = finding.headline(found)
     assert "SVFormer 106 [93, 118]" in told, "docs/induction.md: 271 and 165"
     assert told.endswith("3 unresolved.")
-    drawing = start.finding.finding_differences(shipped, link("finding"))
+    drawing = finding.finding_differences(shipped, link("finding"))
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
     assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"
     assert hollow["SVFormer"] == "circle"
 
 
 def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
-    group = start.finding.finding(shipped, link("finding")).group
+    group = finding.finding(shipped, link("finding")).group
     for entry in shipped.group(link("finding", set=group)):
         if entry.seed < 2 and entry.series in ("transformer", "svformer"):
             shutil.copytree(entry.path, tmp_path / "two" / entry.name)
             if entry.series == "svformer":
                 shutil.copytree(entry.path, tmp_path / "one" / entry.name)
-    told = start.finding.headline(start.finding.finding(Source(tmp_path / "two"), link("finding")))
-    assert told.startswith("Unresolved: 2 seeds of each model")
+    told = finding.headline(finding.finding(Source(tmp_path / "two"), link("finding")))
+    assert told.startswith("Unresolved: 2 seeds per model")
     with pytest.raises(WorkbenchError, match="a Transformer and another model"):
-        start.finding.finding(Source(tmp_path / "one"), link("finding"))
+        finding.finding(Source(tmp_path / "one"), link("finding"))
     for path in (tmp_path / "two").glob("*-s1"):
         shutil.rmtree(path)
-    said = start.finding.finding_differences(Source(tmp_path / "two"), link("finding")).sentence
-    assert said.startswith("Each number is one pair of runs and has no interval."), "one seed has no mean over seeds"
+    said = finding.finding_differences(Source(tmp_path / "two"), link("finding")).sentence
+    assert said.startswith("1 seed: each number is one pair of runs and has no interval."), (
+        "one seed has no mean over seeds"
+    )
+
+
+def test_runs_that_never_copy_are_counted_and_have_no_interval():
+    fast, slow = (
+        pd.DataFrame({"at": at, "formed": [step < 600 for step in at]}) for at in ([100.0, 120, 110], [600.0, 600, 300])
+    )
+    difference = compare_steps(fast, slow)
+    verdicts = {"svformer": Verdict("supported", "")}
+    made = finding.Finding(
+        finding.COPYING, "g", "", {"g": 0.1}, "g", {"svformer": difference}, {"transformer": "2 of 3"}, verdicts
+    )
+    assert finding.headline(made) == (
+        "SVFormer copies 390 steps earlier than the Transformer. Never: Transformer 2 of 3 runs."
+    )
+    assert "log-rank" in finding._method(made)
 
 
 # ---- this model ----
@@ -107,7 +126,7 @@ def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
 
 def test_the_four_answers_are_those_of_an_xray_of_the_same_records(ask):
     frame = load_records([ask.folder / A])
-    for answer, (name, view) in zip(xrays.answers(frame), start.xray.ANSWERS.items(), strict=True):
+    for answer, (name, view) in zip(xrays.answers(frame), start.XRAY.items(), strict=True):
         drawing = view(ask, link("model", a=A))
         assert drawing.sentence == answer.sentence
         assert len(drawing.table) == len(answer.records), name
@@ -116,16 +135,16 @@ def test_the_four_answers_are_those_of_an_xray_of_the_same_records(ask):
 
 def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask):
     (subject,) = ask.subjects(link("model", a=A, step=8))
-    assert start.xray.missing(ask, subject) == list(xrays.NEEDED)
+    assert start.missing(ask, subject) == list(xrays.NEEDED)
     with pytest.raises(WorkbenchError, match="not measured yet: concentration parts"):
-        start.xray.sinks(ask, link("model", a=A, step=8))
-    assert start.xray.command(subject.entry, 8).endswith("--steps 0,8 --documents 32")
-    assert start.xray.command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
-    assert start.xray.missing(ask, ask.subjects(link("model", a=A))[0]) == []
+        start.sinks(ask, link("model", a=A, step=8))
+    assert start.xray_command(subject.entry, 8).endswith("--steps 0,8 --documents 32")
+    assert start.xray_command(subject.entry, 20) == f"workbench xray {ask.folder / A}"
+    assert start.missing(ask, ask.subjects(link("model", a=A))[0]) == []
 
 
 def test_two_models_stand_side_by_side_with_their_difference(ask):
-    drawing = start.xray.residual(ask, link("model", a=A, b=B, compare=1))
+    drawing = start.residual(ask, link("model", a=A, b=B, compare=1))
     figure = drawing.figure
     assert [a.text for a in figure.layout.annotations] == [
         "A: ResFormer · s0, step 20",
@@ -148,17 +167,17 @@ def test_two_models_stand_side_by_side_with_their_difference(ask):
 
 def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(ask):
     compared = link("model", a="text-svformer-s0", b=B, compare=1)
-    shares = start.xray.token_share(ask, compared)
+    shares = start.token_share(ask, compared)
     assert set(shares.table["site"]) == {"v"}
     assert shares.sentence.count("effective values") == 2
     assert plots.MINUS in set(shares.table["architecture"])
-    assert "No A − B" in start.xray.residual(ask, compared).sentence
-    alone = start.xray.residual(ask, link("model", a="text-svformer-s0"))
+    assert "No A − B" in start.residual(ask, compared).sentence
+    alone = start.residual(ask, link("model", a="text-svformer-s0"))
     assert alone.sentence.startswith("It has a value path already (SVFormer). No layer after the first")
 
 
 def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
-    figure = start.xray.sinks(ask, link("model", a=A, b=B, compare=1)).figure
+    figure = start.sinks(ask, link("model", a=A, b=B, compare=1)).figure
     assert len({t.yaxis for t in figure.data}) == 6
     assert "attention to the first token" in figure.layout.yaxis.title.text
     assert "norm of its value" in figure.layout.yaxis4.title.text
@@ -188,16 +207,16 @@ def test_measuring_can_be_stopped_and_then_gives_what_the_command_gives(trained)
 
     (subject,) = trained.subjects(link("model"))
     with pytest.raises(Stop):
-        start.xray.measure(subject.entry, 4, stop)
-    assert len(start.xray.missing(trained, subject)) < len(xrays.NEEDED)
+        start.measure_xray(subject.entry, 4, stop)
+    assert len(start.missing(trained, subject)) < len(xrays.NEEDED)
     told = []
-    start.xray.measure(subject.entry, 4, lambda done, total: told.append((done, total)))
+    start.measure_xray(subject.entry, 4, lambda done, total: told.append((done, total)))
     assert told[0] == (0, 15)
     assert told[-1] == (15, 15)
     (subject,) = trained.subjects(link("model"))  # as the run is now
-    assert start.xray.missing(trained, subject) == []
+    assert start.missing(trained, subject) == []
     found = xrays.xray(trained.folder / "mine")
-    for answer, view in zip(found.answers, start.xray.ANSWERS.values(), strict=True):
+    for answer, view in zip(found.answers, start.XRAY.values(), strict=True):
         assert view(trained, link("model")).sentence == answer.sentence
 
 
@@ -219,7 +238,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
     folder = dashboard.copied(ask.folder, tmp_path / "runs")
     (folder / B / "step_000020" / "config.json").unlink()
     with Run(folder / A).writing():
-        table = start.folder.table(Source(folder)).set_index("run")
+        table = start.runs_table(Source(folder)).set_index("run")
     assert table.loc[A, "state"] == "being written now"
     assert table.loc[B, "state"] == "stopped before step 20"
     assert table.loc[B, "trained to step"] == 8
@@ -229,7 +248,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
 
 
 def test_an_empty_folder_has_an_empty_table(tmp_path):
-    assert start.folder.table(Source(tmp_path)).empty
+    assert start.runs_table(Source(tmp_path)).empty
 
 
 # ---- verdicts ----
@@ -244,7 +263,7 @@ def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_
     told, source = [], Source(ask.folder)
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     monkeypatch.setattr(source, "progress", lambda *done: told.append(done))
-    found = start.verdicts.judgements(source, link("verdicts", a=A, alone=1))
+    found = start.judgements(source, link("verdicts", a=A, alone=1))
     assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
     told.clear()
     entries = ask.group(link("verdicts", a=A, alone=1))
@@ -266,12 +285,12 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
     finished = [e for e in here.catalogue().entries if e.finished]
     assert len(finished) > len(here.group(link("verdicts", a=A, alone=1)))
     evidence, _ = stored(finished)
-    every = start.verdicts.judgements(here, link("verdicts"))
+    every = start.judgements(here, link("verdicts"))
     assert [j.claim for j in every] == chosen()
     alone = {c.name: c.judge(evidence).status for c in chosen()[::4]}
     assert {j.claim.name: j.verdict.alone or j.verdict.status for j in every}.items() >= alone.items()
     monkeypatch.setattr(Source, "judge", lambda *_: pytest.fail("judged again"))
-    again = start.verdicts.judgements(Source(tmp_path), link("verdicts"))
+    again = start.judgements(Source(tmp_path), link("verdicts"))
     for mine, before in zip(again, every, strict=True):
         pd.testing.assert_frame_equal(mine.verdict.table, before.verdict.table, check_exact=True)
         assert repr(replace(mine.verdict, table=None)) == repr(replace(before.verdict, table=None))
@@ -280,7 +299,7 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
         next((tmp_path / A / "records").glob("*.parquet")).read_bytes()[:99]
     )
     with pytest.raises(pytest.fail.Exception, match="judged again"):
-        start.verdicts.judgements(Source(tmp_path), link("verdicts"))
+        start.judgements(Source(tmp_path), link("verdicts"))
 
 
 @pytest.mark.slow
@@ -314,33 +333,33 @@ def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_oth
     for damaged in (tmp_path / A / "records").glob("*.parquet"):
         damaged.write_bytes(damaged.read_bytes()[:99])
     here = Source(tmp_path)
-    assert start.verdicts.judgements(here, link("verdicts", a=A, alone=1))
+    assert start.judgements(here, link("verdicts", a=A, alone=1))
     assert list(here.problems) == [A]
 
 
 def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):
-    overview = start.verdicts.verdicts(ask, link("verdicts", a=A, alone=1))
+    overview = start.verdicts(ask, link("verdicts", a=A, alone=1))
     assert sum(len(t.x or ()) for t in overview.figure.data) == len(overview.table) == len(chosen())
-    one = start.verdicts.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
+    one = start.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
     row = overview.table.set_index("claim").loc["lower_loss"]
     assert one.sentence == row["because"]
     values = [x for t in one.figure.data for x in t.x]
     assert values == pytest.approx(one.table["value"].tolist(), nan_ok=True)
     assert "95 % interval" in one.figure.layout.title.subtitle.text
     with pytest.raises(UnknownName, match="did you mean lower_loss"):
-        start.verdicts.verdict(ask, link("verdicts", a=A, claim="lower_los"))
+        start.verdict(ask, link("verdicts", a=A, claim="lower_los"))
 
 
 def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
     assert (
-        start.verdicts.command(ask, link("verdicts", a=A, alone=1))
+        start.analyze_command(ask, link("verdicts", a=A, alone=1))
         == f"workbench analyze {ask.folder}/text-* --out results"
     )
-    alone = start.verdicts.command(trained, link("verdicts"), "tokens")
+    alone = start.analyze_command(trained, link("verdicts"), "tokens")
     assert alone == f"workbench analyze {trained.folder} --question tokens --out results"
     folder = dashboard.copied(ask.folder, tmp_path / "some runs")
     (folder / "text-resformer-s1").rename(folder / "other")
-    told = start.verdicts.command(Source(folder), link("verdicts", a=A, alone=1))
+    told = start.analyze_command(Source(folder), link("verdicts", a=A, alone=1))
     assert f"'{folder}/other'" in told
     assert "*" not in told
 
@@ -348,4 +367,4 @@ def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):
 def test_an_experiment_without_a_finished_run_has_no_verdicts(tmp_path):
     dashboard.half_write(tmp_path)
     with pytest.raises(BadData, match="finished"):
-        start.verdicts.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))
+        start.judgements(Source(tmp_path), link("verdicts", a="race-transformer-s0"))

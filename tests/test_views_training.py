@@ -59,7 +59,7 @@ def test_the_relative_loss_subtracts_the_vanilla_model_of_the_same_seed(ask):
     assert set(found.index) == {"resformer", "svformer", "denseformer"}
     assert found.loc["resformer"].tolist() == pytest.approx([0.2, 0.2])
     assert found.loc["svformer"].tolist() == pytest.approx([0.35, 0.35])
-    assert "Below zero" in drawing.sentence
+    assert "Below 0" in drawing.sentence
     hidden = drawn(ask, training.relative, models="resformer")  # the baseline need not be drawn itself
     assert set(hidden.table["architecture"]) == {"resformer"}
 
@@ -69,7 +69,7 @@ def test_without_a_vanilla_model_it_subtracts_model_b(ask, tmp_path):
     for path in folder.glob("text-transformer-*"):
         shutil.rmtree(path)
     bare = Source(folder)
-    with pytest.raises(WorkbenchError, match="choose a model B"):
+    with pytest.raises(WorkbenchError, match="select a model B"):
         drawn(bare, training.relative)
     drawing = drawn(bare, training.relative, b="text-svformer-s1")
     assert drawing.table.loc[drawing.table["architecture"] == "resformer", "value"].tolist() == pytest.approx(
@@ -85,7 +85,7 @@ def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
     assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
     assert a.yaxis == b.yaxis != minus.yaxis
     assert a.line.color == plots.colour("resformer")
-    with pytest.raises(WorkbenchError, match="beside their losses"):
+    with pytest.raises(WorkbenchError, match="beside the losses"):
         drawn(ask, training.relative, compare=1, b=B)
 
 
@@ -131,7 +131,7 @@ def test_choices_that_are_not_there_are_refused_by_name(ask, view, options):
 
 
 def test_what_nobody_wrote_down_is_said(ask):
-    with pytest.raises(WorkbenchError, match="seconds per step was not written down"):
+    with pytest.raises(WorkbenchError, match="did not log seconds per step"):
         drawn(ask, training.seconds)
 
 
@@ -226,7 +226,7 @@ def test_recorded_quantities_have_a_panel_for_each_layer(recording):
 
 
 def test_tokens_are_refused_where_nobody_knows_them(recording):
-    with pytest.raises(WorkbenchError, match="how many tokens a step of mine reads is not known"):
+    with pytest.raises(WorkbenchError, match="the tokens per step of mine are unknown"):
         training.seconds(recording, Link("training", {"set": "recorded", "x": "tokens"}))
 
 

@@ -1,1 +1,1 @@
-"""Elements of the page that Streamlit has not: one Python file beside its script and style each; `common` is what they share."""
+"""Page elements beyond Streamlit's, each a Python file with a script and a style; `common` has the shared parts."""

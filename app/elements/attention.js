@@ -117,11 +117,11 @@ class View {
     this.heads = made("section", "heads", this.root);
     this.heads.setAttribute("aria-label", "All layers and heads");
     this.maps = made("section", "maps", this.root);
-    this.maps.setAttribute("aria-label", "Attention map of the chosen head");
+    this.maps.setAttribute("aria-label", "Attention map of the selected head");
     this.readout = made("p", "readout");
     this.readout.setAttribute("role", "status");
     this.held = made("section", "held", this.root);
-    this.held.setAttribute("aria-label", "Where the held query looks");
+    this.held.setAttribute("aria-label", "Attention of the query token");
     this.width = 0;
     this.watch = new ResizeObserver(() => {
       const width = Math.floor(this.root.clientWidth);
@@ -165,7 +165,7 @@ class View {
   drawHeads(width) {
     const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
-    made("h2", "", this.heads, "All heads: click one to enlarge it");
+    made("h2", "", this.heads, "All heads (click to enlarge)");
     const row = made("div", width < NARROW ? "panels narrow" : "panels", this.heads);
     const abreast = width < NARROW ? 1 : shown.length, each = Math.floor((width - 8 - GUTTER * (abreast - 1)) / abreast);
     const top = whole ? 1 : Math.max(...shown.filter((p) => !p.signed).map((p) => p.scale[0]));
@@ -200,7 +200,7 @@ class View {
         name.style.left = `${head * size}px`;
         name.style.width = `${size}px`;
       }
-      made("div", "axis", box, "layer upwards, head to the right");
+      made("div", "axis", box, "layers upwards, heads to the right");
       this.legend(box, panel, panel.signed ? -limit : 0, limit, "share of attention");
       this.drawNumbers(box, panel);
     });
@@ -214,17 +214,17 @@ class View {
       made("dd", "evenly", list, panel.signed ? "" : evenly);
     };
     const one = (v) => (panel.signed && v > 0 ? "+" : "") + v.toFixed(1), shown = panel.signed ? signed : number;
-    add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "spread evenly");
-    add("evenness, 0 to 1", shown(panel.entropy[n]), "1.000");
+    add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "uniform");
+    add("normalised entropy", shown(panel.entropy[n]), "1.000");
     add("effective keys", one(panel.keys_used[n]), one(panel.evenly.effective_keys));
-    add("to the first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
+    add("first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
   }
 
   addHead(grid, panel, i, layer, head, size) {
     const { layers, heads } = this.data, n = layer * panel.shape[1] + head;
     const chosen = layer === this.data.layer && head === this.data.head;
     const button = made("button", chosen ? "head chosen" : "head", grid);
-    const numbers = panel.signed ? "" : `: evenness ${number(panel.entropy[n])}, ` +
+    const numbers = panel.signed ? "" : `: normalised entropy ${number(panel.entropy[n])}, ` +
       `${panel.keys_used[n].toFixed(1)} effective keys, ${number(panel.sink[n])} to the first token`;
     button.type = "button";
     button.title = `Layer ${layer}, head ${head}${numbers}`;
@@ -236,7 +236,7 @@ class View {
       left: `${head * size}px`, top: `${(panel.shape[0] - 1 - layer) * size}px`, width: `${size - 2}px`, height: `${size - 2}px`,
     });
     button.disabled = layer >= layers || head >= heads; // the other model has no such head
-    if (button.disabled) button.title += " (not to be enlarged: the other model has no such head)";
+    if (button.disabled) button.title += " (the other model has no such head)";
     button.addEventListener("click", () => this.choose(layer, head));
     button.addEventListener("keydown", (event) => {
       const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
@@ -262,7 +262,7 @@ class View {
     legend.append(canvas);
     made("span", "", legend, panel.signed ? signed(high) : number(high));
     made("span", "says", legend, panel.signed ? "above 0: more in A" : says);
-    legend.title = panel.signed ? "A minus B on a scale of its own" : "brighter: more; brighter than the scale is drawn as its end";
+    legend.title = panel.signed ? "A minus B, separate scale" : "brighter: more; larger weights have the last colour";
     const ends = panel.signed ? -1 : 0, steps = Float32Array.from({ length: 256 }, (_, i) => ends + ((1 - ends) * i) / 255);
     const ramp = coloured(steps, 1, 256, ends, 1, table, this.data.root);
     stamped(sized(canvas, 72, 9), ramp, 0, 0, 72, 9);
@@ -288,8 +288,8 @@ class View {
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
     panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, narrow || i === 0 || !minus));
-    made("p", "help", this.maps, "Hover reads a cell, click holds its query, drag zooms in, double click zooms out. " +
-      "Keys: arrows move, Enter holds, Escape lets go, + and − zoom, 0 shows the whole prompt.");
+    made("p", "help", this.maps, "Hover: read a cell. Click: select its query. Drag: zoom in. Double click: zoom out. " +
+      "Keys: arrows move, Enter selects, Escape deselects, + and − zoom, 0 shows the whole prompt.");
   }
 
   drawMap(parent, panel, i, top, most, named) {
@@ -321,15 +321,15 @@ class View {
     strip.setAttribute("aria-label", `Received attention of ${panel.title}: ${this.peak(panel)}`);
     this.drawStrip(strip, panel, panel.signed ? largest(panel.received) || 1 : most);
     this.ticks(box, panel.keys, panel.key_tokens, columns, false);
-    made("div", "axis", box, `${i ? "" : "Rows: queries; columns: keys. Bars: attention a key receives from all queries (square root), "}` +
-      this.peak(panel) + (i ? "" : "; dots: if spread evenly"));
+    made("div", "axis", box, `${i ? "" : "Rows: queries; columns: keys. Bars: attention that a key receives (square root), "}` +
+      this.peak(panel) + (i ? "" : "; dots: uniform attention"));
     this.legend(box, panel, panel.signed ? -limit : 0, limit, "attention");
   }
 
   peak(panel) {
     let at = 0;
     panel.received.forEach((v, i) => { if (Math.abs(v) > Math.abs(panel.received[at])) at = i; });
-    return `${panel.signed ? "furthest apart" : "most"} at key ${span(panel.keys, at)}, ${number(panel.received[at])} queries`;
+    return `${panel.signed ? "largest difference" : "largest"} at key ${span(panel.keys, at)}, ${number(panel.received[at])} queries`;
   }
 
   ticks(parent, edges, tokens, count, vertical) {
@@ -487,7 +487,7 @@ class View {
     const text = (words) => this.readout.append(words);
     const token = (words) => made("bdi", "token", this.readout, words);
     this.readout.replaceChildren();
-    if (!this.cursor) return text("Point at a cell to read it.");
+    if (!this.cursor) return text("Hover over a cell.");
     const [r, c] = this.cursor, first = this.pointed;
     if (r >= first.queries.length - 1 || c >= first.keys.length - 1) return undefined;
     text(`query ${span(first.queries, r)} `);
@@ -516,8 +516,8 @@ class View {
     if (lock === null || !shown.length) return;
     const line = made("div", "headline", this.held), title = made("h2", "", line, `Query ${lock} `);
     made("bdi", "token", title, held);
-    title.append(` looks at, layer ${this.data.layer}, head ${this.data.head}`);
-    const off = made("button", "reset", line, "Let go");
+    title.append(`, layer ${this.data.layer}, head ${this.data.head}`);
+    const off = made("button", "reset", line, "Deselect");
     off.type = "button";
     off.dataset.place = "let-go";
     off.addEventListener("click", () => this.ask({ lock: null }));

@@ -1,7 +1,7 @@
-"""The attention element: all heads as small pictures, one head's map and strips; click, hover, drag and keys.
+"""The attention element: small maps of all heads, one head's map and strips; click, hover, drag and keys.
 
-Data travels as one run of bytes, deflated: a length, a JSON header, then numbers that the header points to as [offset, count].
-Token text is in the header alone and enters the page as text. What a person asks for there is written into the address.
+Data is sent as deflated bytes: a length, a JSON header, then arrays that the header names as [offset, count]. Token text is in the
+header and enters the page as text. The selected head, window and query are written into the address.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import streamlit as st
 
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
-from workbench.views.attention import Choice, Seen, brightest, cell, short
+from workbench.views.attention import Choice, Seen, brightest, cell_words
+from workbench.views.positions import short
 
 from .. import widgets
 from .common import element, table
 
 KEY = "attention_element"
 LONGEST, FAST = 24, 1
-"""Characters of a token that travel; how hard bytes are deflated: 5 ms for 600 kB, which become 240."""
+"""Characters of a token that are sent; compression level: 5 ms for 600 kB, which become 240."""
 _element = element("attention")
 
 
-def draw(choice: Choice, found: list[Seen], caption: str) -> None:
-    """Draw it; the head, window or held query that a person asks for in it is written into the address."""
-    _element(key=KEY, data=packed(choice, found, caption), on_asked_change=asked)
+def draw(choice: Choice, patterns: list[Seen], caption: str) -> None:
+    """Draw the element."""
+    _element(key=KEY, data=packed(choice, patterns, caption), on_asked_change=asked)
 
 
 def asked() -> None:
-    """Write what a click, a drag or a key asked for into the address; the page checks it there, as it does any address."""
+    """Write the head, window or query that a visitor selected into the address, where the page checks it."""
     match (st.session_state.get(KEY) or {}).get("asked"):
         case {"head": [layer, head]}:
             widgets.update_url(layer=layer, head=head)
@@ -44,17 +45,17 @@ def asked() -> None:
             widgets.update_url(lock=query)
 
 
-def packed(choice: Choice, found: list[Seen], caption: str) -> bytes:
-    """Everything the element shows, as bytes; pictures in 8 bits of their brightest cell, maps in 16."""
+def packed(choice: Choice, patterns: list[Seen], caption: str) -> bytes:
+    """Return everything the element shows as bytes: small maps in 8 bits of their largest weight, the map in 16."""
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
         "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "mean": choice.pool == "mean",
-        "minus": len(found) == 2 and choice.alike, "cell": cell(choice, found), "said": caption,
+        "minus": len(patterns) == 2 and choice.alike, "cell": cell_words(choice, patterns), "said": caption,
         "colours": {"sequential": room.add(table(SEQUENTIAL)), "diverging": room.add(table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},
         "held": "" if choice.lock is None else short(choice.tokens[0][choice.lock], LONGEST),
-        "panels": [_panel(s, room) for s in found],
+        "panels": [_panel(s, room) for s in patterns],
     }  # fmt: skip
     text = json.dumps(header, allow_nan=False).encode()
     text += b" " * (-(len(text) + 4) % 4)
@@ -62,7 +63,7 @@ def packed(choice: Choice, found: list[Seen], caption: str) -> bytes:
 
 
 class Room:
-    """Arrays one after another, each beginning at a multiple of four bytes."""
+    """Arrays one after another, aligned to four bytes."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []

@@ -1,6 +1,6 @@
-"""The figure element: a plotly figure that stays on the page while its numbers change; clicks and the token pointed at are told.
+"""The figure element: a plotly figure that is updated in place and reports clicks.
 
-A name such as `5:word` on an axis is that of a token: pointed at anywhere on the page it is marked here, and the other way round.
+A name such as `5:word` on an axis is a token. A token under the mouse is marked in every element of the page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _element = element("figure", apart=False)
 
 @dataclass(frozen=True)
 class Point:
-    """What was clicked: its custom data, and its places on the axes, all as a browser says, so to be checked."""
+    """A clicked point: its custom data and coordinates, unchecked input of a browser."""
 
     at: Any
     x: Any
@@ -31,7 +31,7 @@ class Point:
 
     @property
     def token(self) -> int | None:
-        """The position of the token along whose axis it lies."""
+        """The position of its token, if an axis has tokens."""
         names = (TOKEN.match(name) for name in (self.x, self.y) if isinstance(name, str))
         return next((int(found[1]) for found in names if found), None)
 
@@ -41,15 +41,15 @@ Take = Callable[[Point], None]
 
 
 def packed(figure: go.Figure, clicked: bool) -> bytes:
-    """Everything the element shows; `clicked`: whether its points can be."""
+    """Return everything the element shows; `clicked`: whether points react to clicks."""
     spec = figure.to_dict()
-    spec["layout"].pop("template", None)  # the page has its own
+    spec["layout"].pop("template", None)  # the page has its own theme
     told = {"alt": plots.alt_text(figure), "clicked": clicked}
     return str(to_json_plotly({k: v for k, v in spec.items() if v} | told)).encode()
 
 
 def draw(sent: bytes, key: str, take: Take | None = None) -> None:
-    """Draw what was packed; `take` is called with a point that is clicked."""
+    """Draw a packed figure; `take` is called with a clicked point."""
 
     def asked() -> None:
         match (st.session_state.get(key) or {}).get("asked"):

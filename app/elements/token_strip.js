@@ -76,7 +76,7 @@ class Strip {
     const ramp = made("span", "ramp", this.legend);
     ramp.style.background = `linear-gradient(to right, ${colours.map((c) => c[0]).join(", ")})`;
     made("span", "", this.legend, `${top}${unit && " "}${unit}`);
-    this.legend.title = "what is beyond this scale has the colour of its end";
+    this.legend.title = "larger values have the last colour";
   }
 
   exact(i) {

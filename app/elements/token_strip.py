@@ -1,9 +1,9 @@
-"""The token strip: a prompt's tokens as coloured chips, of which one is chosen; click, arrow keys and hover.
+"""The token strip: a prompt's tokens as coloured chips, one of them selected; click, arrow keys and hover.
 
-    at = token_strip.asked("position", "After which token", len(tokens), default=len(tokens) - 1)
-    token_strip.draw(tokens, key="position", label="After which token", colours=loss, unit="nats", chosen=at)
+    at = token_strip.asked("position", "Position", len(tokens), default=len(tokens) - 1)
+    token_strip.draw(tokens, key="position", label="Position", colours=loss, unit="nats", chosen=at)
 
-The address holds what is chosen. What a person points at is told to the other elements of the page, which mark that token.
+The address holds the selected position. Other elements of the page mark the token under the mouse.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import streamlit as st
 
 from workbench.errors import BadData
 from workbench.plots.style import SEQUENTIAL
-from workbench.views.attention import short
+from workbench.views.positions import short
 
 from .. import widgets
 from .common import element, ink, table
 
 LONGEST = 24
-"""Characters of a token on its chip; the tooltip has all of them."""
+"""Characters of a token on its chip; the tooltip has the full token."""
 COLOURS = 64
-TOP = 95  # percentile of the values where the colours end
+TOP = 95  # percentile of the values at the end of the colour scale
 _element = element("token_strip")
 
 
@@ -33,12 +33,18 @@ def draw(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
     chosen: int | None = None, first: int = 0, clears: Sequence[str] = (), none: bool = False,
 ) -> None:  # fmt: skip
-    """Draw a prompt's tokens [T], as `Source.tokens` writes them; the one a person chooses is written into the address.
+    """Draw a prompt's tokens [T]; the selected position is written into the address.
 
-    `key`: the address's key, whose value is a position: `first` for the first token shown. `chosen` is a position too.
-    `colours`: a number for each token [T] in `unit`, from 0 up; those that are not finite leave theirs without a colour.
-    `clears`: keys that leave the address with the old choice. `none`: a click on the chosen token takes `key` out.
-    Raises `BadData` for no tokens, another number of colours than of tokens, and a chosen position that is not shown.
+    Args:
+        key: The address's key of the position.
+        colours: A number >= 0 for each token [T] in `unit`; tokens without a finite number have no colour.
+        chosen: The selected position.
+        first: The position of the first token shown.
+        clears: Keys that leave the address with the old position.
+        none: Whether a click on the selected token deselects it.
+
+    Raises:
+        BadData: No tokens, a wrong number of colours, or a selected position that is not shown.
     """
     data = packed(tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none)
     write = functools.partial(_write, key, range(first, first + len(tokens)), tuple(clears), none)
@@ -46,10 +52,7 @@ def draw(
 
 
 def asked(key: str, label: str, count: int, *, first: int = 0, default: int | None = None) -> int | None:
-    """The position that the address has under `key`, of the `count` from `first`; where it has none of them, the default.
-
-    What the address asks in vain is ignored, with a word on the page.
-    """
+    """Return the position in the address, of `count` positions from `first`; else the default, with a warning for a wrong one."""
     text = st.query_params.get(key)
     positions = {str(i): i for i in range(first, first + count)}
     if text is not None and text not in positions:
@@ -61,7 +64,7 @@ def packed(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
     chosen: int | None = None, first: int = 0, none: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything the strip shows, as plain values; arguments and errors as of `draw`."""
+    """Return everything the strip shows as plain values; arguments and errors as for `draw`."""
     if not tokens:
         raise BadData("a strip of no tokens; give at least one")
     if chosen is not None and chosen not in range(first, first + len(tokens)):
@@ -80,7 +83,7 @@ def packed(
 
 
 def _top(values: np.ndarray) -> float | None:
-    """Where the colours end, in two digits: a few large values take none from the others. None without values."""
+    """The end of the colour scale in two digits, robust to a few large values; None without values."""
     if not values.size:
         return None
     top = np.percentile(values, TOP)

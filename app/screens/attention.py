@@ -1,11 +1,13 @@
-"""Attention: where every head looks in one prompt; a click enlarges a head, a drag refines a window of it."""
+"""Attention: where every head attends in one prompt; a click enlarges a head, a drag selects a window of it."""
 
 from __future__ import annotations
 
+import pandas as pd
 import streamlit as st
 
 from workbench.places import module
-from workbench.views import Link, attention
+from workbench.views import Link, attention, heads, prompt
+from workbench.views.link import SELECTION
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -13,20 +15,19 @@ from .. import widgets
 from ..cached_source import cached_source
 from ..elements import attention as element
 from ..elements import token_strip
-from ..figures import files, ready
-from ..page_frame import page, toolbar
+from ..figures import files, ready, show
+from ..page_frame import figures_side_by_side, page, toolbar
 from ..prompt_box import prompt_box
-from . import attention_parts
 
 ABOUT = (
-    "Each row of a map is a token that attends (query), each column an earlier token it attends to (key); a row sums to 1. A bright "
-    "first column is an attention *sink*, a bright diagonal a head that looks at itself or just before. *Effective keys*: over how many "
-    "tokens a head really spreads its attention. Few keys or a sink are no fault by themselves."
+    "Each row of a map is a query token, each column an earlier key token; a row sums to 1. A bright first column is an attention "
+    "*sink*, a bright diagonal a head that attends to its own or the previous token. *Effective keys*: over how many tokens a head "
+    "spreads its attention. Neither few keys nor a sink is a fault."
 )
-HELD = "Hold the query"
+QUERY = "Query token"
 FIGURES = {
-    "This head's map": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
-    "Where one query looks": attention.query, "Numbers per head": attention.numbers,
+    "Map of this head": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
+    "Attention of one query": attention.query, "Statistics per head": attention.numbers,
 }  # fmt: skip
 
 
@@ -36,53 +37,84 @@ def _body(link: Link) -> None:
     with left:
         link = prompt_box(link)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
-    ready(bare, "Running the model on the prompt", attention.options)
+    ready(bare, "Running the model", attention.options)
     with right:
         with toolbar("controls"):
             link = _choices(bare, link)
         strip = st.container()
     ready(link, "Reading the attention of every head", attention.seen)
-    choice, found = attention.seen(source, link)
+    choice, patterns = attention.seen(source, link)
     with strip:
         token_strip.draw(
-            choice.tokens[0], key="lock", label=HELD, chosen=choice.lock, none=True, colours=attention.per_token(found[0]),
-            unit="received" if choice.lock is None else "of its attention",
+            choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True,
+            colours=attention.per_token(patterns[0]), unit="received" if choice.lock is None else "of its attention",
         )  # fmt: skip
-    caption = f"{attention.where(choice, found)}; {', '.join(s.subject.title for s in found)}"
-    element.draw(choice, found, f"Attention: {caption}")
-    attention_parts.this_head(link, choice)
-    attention_parts.numbers(choice, found)
+    caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
+    element.draw(choice, patterns, f"Attention: {caption}")
+    _head(link, choice)
+    _statistics(choice, patterns)
     files(FIGURES, link)
 
 
 def _choices(bare: Link, link: Link) -> Link:
-    """What a click, a drag and the keys choose in the element, as boxes and sliders; the rare ones behind a button."""
-    found = attention.options(cached_source(), bare)
-    layer = widgets.choose("Layer", "layer", list(range(found.layers)), found.layer, width=70)
-    sharp = attention.options(cached_source(), bare.but(layer=layer)).head
-    head = widgets.choose("Head", "head", list(range(found.heads)), sharp, width=70)
-    more = st.popover("More", icon=":material/tune:")
-    with more:
-        queries = widgets.range_slider("Queries: rows shown", "queries", found.length)
-        keys = widgets.range_slider("Keys: columns shown", "keys", found.length)
+    source = cached_source()
+    options = attention.options(source, bare)
+    layer = widgets.choose("Layer", "layer", list(range(options.layers)), options.layer, width=70)
+    default = attention.options(source, bare.but(layer=layer))
+    head = widgets.choose("Head", "head", list(range(options.heads)), default.head, width=70)
+    with st.popover("More", icon=":material/tune:"):
+        queries = widgets.range_slider("Queries (rows)", "queries", options.length)
+        keys = widgets.range_slider("Keys (columns)", "keys", options.length)
         scale = widgets.choose(
-            "Colours", "scale", list(attention.SCALES), found.scale, show=attention.SCALES.__getitem__
+            "Colour scale", "scale", list(attention.SCALES), options.scale, show=attention.SCALES.__getitem__
         )
         pool = "mean"
-        if found.length > attention.BUCKETS[0]:
-            pool = widgets.choose(
-                "Cells of many tokens show", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__
-            )
-    lock = token_strip.asked("lock", HELD, found.length)
-    chosen = bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock,
-                      queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
-    branches = attention.options(cached_source(), bare.but(layer=layer)).branches
-    if len(branches) > 1:
-        words = {"all": "all layers it sees"} | {b: attention.whose(b) for b in branches}
-        with more:
+        if options.length > attention.BUCKETS[0]:
+            pool = widgets.choose("Pooling", "pool", list(attention.POOLS), show=attention.POOLS.__getitem__)
+        branch = "all"
+        if len(default.branches) > 1:
+            words = {"all": "all layers"} | {b: attention.whose(b) for b in default.branches}
             branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
-        chosen = chosen.but(branch=None if branch == "all" else branch)
-    return chosen
+    lock = token_strip.asked("lock", QUERY, options.length)
+    return bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock, branch=None if branch == "all" else branch,
+                    queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
+
+
+def _head(link: Link, choice: attention.Choice) -> None:
+    """The enlarged head elsewhere: its value paths at the chosen query (else the last token), and its measures over training."""
+    panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
+    if not panel.open:
+        return
+    head = {"layer": choice.layer, "head": choice.head}
+    at = choice.length - 1 if choice.lock is None else choice.lock
+    common = {k: v for k, v in link.options.items() if k in SELECTION}
+    with panel, figures_side_by_side():
+        with st.container():
+            show(prompt.attribution, Link("prompt", common).but(position=at, **head))
+        with st.container():
+            show(heads.history, Link("heads", common).but(**head))
+
+
+def _statistics(choice: attention.Choice, patterns: list[attention.Seen]) -> None:
+    """A row for each head; the enlarged one's is selected, and another row enlarges another."""
+    table = attention.statistics(patterns)
+    rows = table[table["head"].notna()].reset_index(drop=True)
+    st.header("Statistics per head", anchor=False)
+    uniform = "; ".join(
+        f"{words} {patterns[0].overview.uniform[name]:.3g}" for name, words in attention.STATISTICS.items()
+    )
+    tokens = f"{choice.length}" if choice.alike else f"A's {choice.length}"
+    st.caption(
+        f"Uniform attention over {tokens} tokens: {uniform}. {attention.MEANS.capitalize()}. Click a row to enlarge a head."
+    )
+
+    def take(row: pd.Series) -> None:
+        widgets.update_url(layer=int(row["layer"]), head=int(row["head"]))
+
+    selected = (rows["layer"] == choice.layer) & (rows["head"] == choice.head)
+    widgets.row_table(
+        "heads", rows.rename(columns=attention.STATISTICS), selected, rows, take, "Attention statistics of every head"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Heads: which stand out in all models; a row chooses one, whose history and sharpest passages stand beside."""
+"""Heads: a ranking of the heads of all models; a row selects a head, with its history and passages beside the ranking."""
 
 from __future__ import annotations
 
+import pandas as pd
 import streamlit as st
 
 from workbench import plots
@@ -15,90 +16,110 @@ from ..cached_source import cached_source
 from ..elements.figure import Point
 from ..figures import show
 from ..page_frame import page, toolbar
-from ..run_table import choose_models
-from . import head_tables
+from ..prompt_box import OF_A_PROMPT
+from ..selection import choose_models
 
 ABOUT = (
-    "All heads of all models in one order, by any measure that was stored for single heads. Dotted: what the measure gives under its "
-    "baseline. Hollow: the same head at random init. Choose a row to follow one head. A head keeps its number only within its own run: "
-    "layer 3, head 2 of another seed is another head."
+    "The heads of all models, ranked by a stored measure. Dotted: the measure under its baseline. Hollow: the same head at random "
+    "init. Click a row to select a head. A head number means nothing across runs: layer 3, head 2 of another seed is another head."
 )
+COLUMNS = {"rank": "#", "name": "head", "value": "value", "se": "± se", "baseline": "baseline", "init": "random init"}
 
 
 def _body(link: Link) -> None:
-    link = _asked(link)
+    source = cached_source()
+    if not link.on("compare"):  # all runs at their last step, unless the address names a run or a step
+        a = st.query_params.get("a")
+        in_group = a in {e.name for e in source.group(link)}
+        step = link.text("step") if "step" in st.query_params else None
+        link = link.but(a=a if in_group else None, step=step)
     with toolbar("controls"):
         if not link.on("compare"):
             link = choose_models(link)
         link, picked = _choices(link)
     left, right = st.columns(2, gap="medium")
     with left:
-        ranked = heads.ranked(cached_source(), link)
+        table = heads.ranked(source, link)
 
         def take(point: Point) -> None:
             if point.at is not None:
-                head_tables.take_head(link, ranked.iloc[point.at[0]])
+                _take_head(link, table.iloc[point.at[0]])
 
         show(heads.ranking, link, take=take)
-        head_tables.all_heads(link, picked)
+        widgets.row_table(
+            f"all_heads_{link.text('metric')}_{link.text('variant')}",
+            table[list(COLUMNS)].rename(columns=COLUMNS).dropna(axis=1, how="all"), heads.is_picked(table, picked), table,
+            lambda row: _take_head(link, row), "Ranking of all heads",
+        )  # fmt: skip
     with right:
         show(heads.history, link)
-        found = show(heads.passages, link, long="Reading validation text")
-        head_tables.passages(picked, found.table if found else None)
-
-
-def _asked(link: Link) -> Link:
-    """The link with the run and the step that the address names: without them, all runs at their last, and the first head of all."""
-    if link.on("compare"):
-        return link
-    runs = {e.name for e in cached_source().group(link)}
-    a = st.query_params.get("a")
-    return link.but(a=a if a in runs else None, step=link.text("step") if "step" in st.query_params else None)
+        drawing = show(heads.passages, link, long="Reading validation text")
+        if picked.entry.steps:
+            _passages(picked, drawing.table if drawing else None)
 
 
 def _choices(link: Link) -> tuple[Link, heads.Head]:
-    """The link, completed by the select boxes, and the chosen head; what is asked for in vain falls back with a word."""
     source = cached_source()
     bare = link.but(**dict.fromkeys(("metric", "site", "variant", "end", "layer", "head")))
-    found = heads.options(source, bare)
-    of_layers, asked = heads.of_layers(source, bare, found), st.query_params.get("metric")
+    options = heads.options(source, bare)
+    of_layers, asked = heads.of_layers(source, bare, options), st.query_params.get("metric")
     metric = widgets.choose(
-        "Measure", "metric", found.metrics, found.metric, show=_words, width=200, elsewhere=of_layers
+        "Measure", "metric", options.metrics, options.metric, show=widgets.words, width=200, elsewhere=of_layers
     )
     if asked in of_layers:
-        st.caption(f"{_words(asked).capitalize()} has no number of single heads; they are ranked by {_words(metric)}.")
+        st.caption(f"{widgets.words(asked).capitalize()} is not measured per head; ranked by {widgets.words(metric)}.")
     bare = bare.but(metric=metric)
-    found = heads.options(source, bare)
-    if found.sites:
-        bare = bare.but(site=widgets.choose("Where", "site", found.sites, found.site, show=plots.site, width=150))
-        found = heads.options(source, bare)
+    options = heads.options(source, bare)
+    if options.sites:
+        bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
+        options = heads.options(source, bare)
     variant = widgets.choose(
-        "Variant", "variant", found.variants, found.variant, show=_words, width=130, only_if_many=True
+        "Variant", "variant", options.variants, options.variant, show=widgets.words, width=130, only_if_many=True
     )
     bare = bare.but(variant=variant)
-    found = heads.options(source, bare)
-    end = widgets.choose("Order", "end", list(heads.ENDS), found.end, show=heads.ENDS.__getitem__, width=150)
-    bare = bare.but(end=end)
-    picked = _picked(bare, link)
+    end = heads.options(source, bare).end
+    bare = bare.but(end=widgets.choose("Order", "end", list(heads.ENDS), end, show=heads.ENDS.__getitem__, width=150))
+    at = bare
+    for key in ("layer", "head"):
+        asked = link.text(key)
+        entry = heads.head_of(source, at).entry
+        count = entry.n_layers if key == "layer" else entry.n_heads
+        if asked is not None and asked in map(str, range(count)):
+            at = at.but(**{key: asked})
+        elif asked is not None:
+            widgets.warn_ignored(key, asked, range(count))
+    picked = heads.head_of(source, at)
     return bare.but(a=picked.entry.name, layer=picked.layer, head=picked.head), picked
 
 
-def _picked(bare: Link, link: Link) -> heads.Head:
-    """The head that the address names, as far as there is one."""
-    source = cached_source()
-    for key in ("layer", "head"):
-        asked = link.text(key)
-        first = heads.head_of(source, bare)
-        count = first.entry.n_layers if key == "layer" else first.entry.n_heads
-        if asked is not None and asked in map(str, range(count)):
-            bare = bare.but(**{key: asked})
-        elif asked is not None:
-            widgets.warn_ignored(key, asked, range(count))
-    return heads.head_of(source, bare)
+def _take_head(link: Link, row: pd.Series) -> None:
+    other = {}
+    if row["tag"] == "B":  # A and B change places, so that the same two stay compared
+        other = {"b": link.text("a"), "step_b": link.text("step"), "step": link.text("step_b")}
+    widgets.update_url(a=row["run"], layer=row["layer"], head=row["head"], **other)
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _passages(picked: heads.Head, table: pd.DataFrame | None) -> None:
+    prompt, lock = st.query_params.get("prompt"), st.query_params.get("lock", "")
+    selected = pd.Series(dtype=bool)
+    if table is not None:
+        selected = (table["prompt"] == prompt) & (table["lock"].astype("string").fillna("") == lock)
+
+        def take(row: pd.Series) -> None:
+            at = None if pd.isna(row["lock"]) else int(row["lock"])
+            head = {"a": picked.entry.name, "layer": picked.layer, "head": picked.head}
+            gone = dict.fromkeys(("stored", *OF_A_PROMPT))
+            widgets.update_url(**gone | head | {"prompt": row["prompt"], "lock": at})
+
+        shown = table[["weight", "prompt"]].rename(columns={"prompt": "text"})
+        widgets.row_table("passages", shown, selected, table, take, "Passages of the selected head")
+    on = "the selected passage" if selected.any() else "the current prompt"
+    widgets.page_link(
+        "attention", f"{picked.name} in Attention, on {on}", ":material/grid_on:", a=picked.entry.name,
+        layer=str(picked.layer), head=str(picked.head),
+    )  # fmt: skip
+    if table is not None and not selected.any():
+        st.caption("Click a passage to read it on Attention.")
 
 
 if __name__ == "__main__":

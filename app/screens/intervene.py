@@ -1,34 +1,205 @@
-"""Intervene: set a coefficient, drop, swap or average values, cut sinks, remove a sublayer, patch between two prompts."""
+"""Intervene: edit coefficients, values, sinks or sublayers, sweep one edit over the model, or patch between two prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import streamlit as st
 
+from workbench.data.examples import examples
 from workbench.places import module
-from workbench.views import Link
+from workbench.runs.catalogue import Entry
+from workbench.views import Link, intervene
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
 from .. import widgets
-from ..page_frame import page
-from ..prompt_box import prompt_box
-from .intervene_parts import PARTS
+from ..cached_source import cached_source
+from ..elements import token_strip
+from ..elements.figure import Point
+from ..figures import ready, show
+from ..page_frame import figures_side_by_side, page, toolbar
+from ..prompt_box import next_token, prompt_box, take_example
 
 ABOUT = (
-    "Change something inside the model while it reads one text, and see what follows: which tokens it now predicts worse, what it "
-    "says next, and in which layers and heads it matters. Nothing is trained and nothing is kept: the model is as before."
+    "Edit the model while it reads one text: which tokens it then predicts worse, what it predicts next, and in which layers and "
+    "heads the edit matters. Nothing is trained or saved."
 )
+GRAMMAR = (
+    "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
+    "Layers and heads count from 0; none means all."
+)
+PATCHING = (
+    "One activation at a time is copied from the run on the first text into the run on the second. Where the first text's answer "
+    "comes back, that activation carries the difference between the two texts."
+)
+OF = {"loss": "loss of the text", "logit": "logit of a token", "probability": "probability of a token"}
+POSITION = "Patched position"
+EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of controls
+UNTOUCHED = 0.0  # the coefficient before its slider is moved
 
 
 def _body(link: Link) -> None:
-    """What is changed on the left, what follows on the right."""
     shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
-    _, change, follows = PARTS[shown]
+    _, controls, figures = PARTS[shown]
     left, right = st.columns([2, 5], gap="medium")
     with left:
-        link = change(prompt_box(link).but(show=shown))
+        link = controls(prompt_box(link).but(show=shown))
     with right:
-        follows(link)
+        figures(link)
+
+
+def _kinds(link: Link, kinds: Iterable[str]) -> list[str]:
+    """Edits that model A takes: an observed model has no editable coefficients."""
+    entry = cached_source().subjects(link)[0].entry
+    return [kind for kind in kinds if not (entry.observed and kind.startswith("coefficient"))]
+
+
+def _second_text(link: Link, needed: bool) -> Link:
+    if not needed:
+        return link.but(other=None)
+    text = widgets.text_line(
+        "Second text", "other", rows=2, help="As many tokens as the first; positions correspond.",
+        placeholder="of equal length", clears=("against", "position"),
+    )  # fmt: skip
+    return link.but(other=text or None)
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def _edit_controls(link: Link) -> Link:
+    entry: Entry = cached_source().subjects(link)[0].entry
+    names = intervene.kinds()
+    kind = widgets.choose("Edit", "kind", _kinds(link, names), intervene.KIND, show=names.__getitem__)
+    first, second = st.columns(2)
+    first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
+    no_heads = not intervene.has_heads(kind)
+    second.multiselect("Heads", list(range(entry.n_heads)), key="edit_heads", disabled=no_heads, placeholder="all")
+    if kind.startswith("coefficient"):
+        st.slider("Coefficient", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
+    edit = _selected()
+    first, second = st.columns(2)
+    first.button("Apply", key="edit_set", help=f"Only this edit: {edit}", on_click=_apply, width="stretch")
+    second.button(
+        "Add", key="edit_add", help=f"Besides the others: {edit}", on_click=_apply, args=(True,), width="stretch"
+    )
+    edits = widgets.text_line("Edits as text, joined by ;", "edits", "", help=GRAMMAR)
+    return _second_text(link.but(edits=edits), intervene.takes_from_second(edits))
+
+
+def _selected() -> str:
+    """The edit in the boxes; a click may come before the page has drawn the new boxes."""
+    state = st.session_state
+    kind = state["w_kind"]
+    heads = state["edit_heads"] if intervene.has_heads(kind) else []
+    value = state.get("edit_value", UNTOUCHED) if kind.startswith("coefficient") else None
+    return intervene.edit_text(kind, state["edit_layers"], heads, value)
+
+
+def _apply(add: bool = False) -> None:
+    edit, before = _selected(), st.query_params.get("edits", "") if add else ""
+    st.query_params["edits"] = f"{before};{edit}" if before else edit
+
+
+def _effect(link: Link) -> None:
+    state, edit = st.session_state, _selected()
+    touched = "kind" in st.query_params or state["edit_layers"] or state["edit_heads"] or state.get("edit_value")
+    stale = touched and edit not in st.query_params.get("edits", "").split(";")
+    with st.container(key="stale" if stale else None):
+        if stale:
+            st.warning(f"Not applied yet: **{widgets.escaped(edit)}**. Select Apply or Add.", icon=":material/history:")
+        with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
+            with st.container():
+                drawing = show(intervene.effect, link)
+            if drawing is not None:  # else the reason stands once
+                with st.container():
+                    show(intervene.next_token, link)
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def _sweep_controls(link: Link) -> Link:
+    names = intervene.sweeps()
+    kind = widgets.choose("Edit", "sweep", _kinds(link, names), intervene.KIND, show=names.__getitem__)
+    choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
+    over = widgets.choose("Over", "over", choices, show=lambda o: o.replace("x", "and"))
+    of = widgets.choose("Effect on", "of", list(OF), show=OF.__getitem__)
+    link = _second_text(link.but(sweep=kind, over=over, of=of), intervene.takes_from_second(kind))
+    return next_token(link, cached_source().prompt(link), "Token", "target") if of != "loss" else link
+
+
+def _sweep(link: Link) -> None:
+    show(intervene.sweep, link, long="Editing one place at a time")
+
+
+# ---- patching --------------------------------------------------------------------------------------------------------
+
+
+def _patch_controls(link: Link) -> Link:
+    """Two texts of equal length, the patched site, and two answers; without `against` if the lengths differ."""
+    link = _second_text(link, True)
+    other = link.text("other")
+    if not other:
+        return link
+    source = cached_source()
+    subject, text = source.subjects(link)[0], source.prompt(link)
+    first, second = (len(source.tokens(subject, t)) for t in (text, other))
+    st.caption(f"{first} tokens in the first text, {second} in the second.")
+    if first != second:
+        st.warning("Patching needs texts of equal length in tokens: shorten or lengthen one.")
+        return link.but(against=None)
+    site = widgets.choose("Patched site", "site", list(intervene.PATCHED), show=widgets.words)
+    link = next_token(link.but(site=site), text, "Answer of the first text", "target")
+    # one token is often the likeliest of both texts
+    return next_token(link, other, "Answer of the second text", "against", but=link.whole("target"))
+
+
+def _patching(link: Link) -> None:
+    if not link.text("other"):
+        st.info(
+            f"Enter a second text with as many tokens as the first and another answer, or use an example. {PATCHING}"
+        )
+        for example in (e for e in examples() if e.other):
+            name = f"Use “{example.phenomenon}”"
+            st.button(name, on_click=take_example, args=(example,), icon=":material/lightbulb:")
+        return
+    if link.text("against") is None:
+        return  # the reason stands beside the texts
+    link = _patched_activation(link.but(layer=None, position=None))
+    show(intervene.patching, link, about=PATCHING, take=_take_cell)
+    show(intervene.patched, link, about=PATCHING)
+
+
+def _patched_activation(bare: Link) -> Link:
+    """The activation whose patch is drawn beside the map: the address's, else the strongest."""
+    ready(bare, "Patching one activation at a time", intervene.patched_activation)
+    source = cached_source()
+    best, tokens = (
+        intervene.patched_activation(source, bare),
+        source.tokens(source.subjects(bare)[0], bare.text("other")),
+    )
+    at = token_strip.asked("position", POSITION, len(tokens), default=best.position)
+    with toolbar("cell"):
+        layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)
+        with st.container():
+            token_strip.draw(
+                tokens, key="position", label=POSITION, colours=best.restored, unit="largest restored share", chosen=at
+            )
+    return bare.but(layer=layer, position=at)
+
+
+def _take_cell(point: Point) -> None:
+    if point.token is not None and str(point.y).isdigit():
+        widgets.update_url(layer=point.y, position=point.token)
+
+
+PARTS = {
+    "effect": ("Edits", _edit_controls, _effect), "sweep": ("Sweep", _sweep_controls, _sweep),
+    "patching": ("Patching", _patch_controls, _patching),
+}  # fmt: skip
+"""Of each part: its name, a function that draws its controls and adds them to the link, and one that draws its figures."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Kept: the views that were pinned, redrawn, with their notes; as one offline page, a notebook or a list to take along."""
+"""Pinned views with their notes, redrawn; as one offline page, a notebook or a list of notes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import streamlit as st
 
@@ -17,20 +15,30 @@ from ..cached_source import cached_source
 from ..figures import chart
 from ..page_frame import toolbar
 
-ABOUT = "Views with their notes, in a file beside the runs; each is redrawn from the runs as they are now."
-NONE = "Nothing is kept yet. The menu in the corner of any figure keeps it, with a note."
+ABOUT = "Kept views with their notes, in a file beside the runs. Each is redrawn from the runs as they are now."
+NONE = "No kept views. The menu of any figure keeps it, with a note."
 
 
 def main() -> None:
-    """All pins of the folder, the newest first."""
+    """All pinned views of the folder, the newest first."""
     source = cached_source()
+    kept: list[pins.Pin] = []
     with toolbar("header"):
         st.title("Kept", width="content", anchor=False)
         with st.popover("About", icon=":material/help:", type="tertiary"):
             st.markdown(ABOUT)
-        kept = _read()
+        try:
+            kept = pins.pins(source.folder)
+        except WorkbenchError as error:
+            st.warning(widgets.escaped(error))
         if kept:
-            _take_along(kept)
+            files = (
+                ("Page (HTML)", lambda: pins.html(cached_source(), kept), "kept.html", "text/html"),
+                ("Notebook", pins.notebook(source.folder, kept), "kept.ipynb", "application/json"),
+                ("Notes (Markdown)", pins.markdown(kept), "kept.md", "text/markdown"),
+            )
+            for label, data, name, kind in files:
+                st.download_button(label, data, name, kind, on_click="ignore")
     if not kept:
         st.info(NONE)
     for pin in reversed(kept):
@@ -40,27 +48,9 @@ def main() -> None:
         st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}")
 
 
-def _read() -> list[pins.Pin]:
-    try:
-        return pins.pins(cached_source().folder)
-    except WorkbenchError as error:
-        st.warning(widgets.escaped(error))
-        return []
-
-
-def _take_along(kept: list[pins.Pin]) -> None:
-    folder = cached_source().folder
-    st.download_button(
-        "Page (HTML)", lambda: pins.html(cached_source(), kept), "kept.html", "text/html", on_click="ignore"
-    )
-    st.download_button("Notebook", pins.notebook(folder, kept), "kept.ipynb", "application/json", on_click="ignore")
-    st.download_button("Notes (Markdown)", pins.markdown(kept), "kept.md", "text/markdown", on_click="ignore")
-
-
 def _pin(pin: pins.Pin) -> None:
-    key = f"{pin.view}_{abs(hash(pin))}"
+    key, name = f"{pin.view}_{abs(hash(pin))}", widgets.escaped(widgets.words(pin.view))
     with st.container(horizontal=True, vertical_alignment="center"):
-        name = widgets.escaped(pin.view.replace("_", " "))
         st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else name, width="stretch")
         st.caption(widgets.escaped(pin.kept[:16].replace("T", " ")), width="content")
         try:
@@ -70,17 +60,17 @@ def _pin(pin: pins.Pin) -> None:
         else:
             target = f"screens/{link.page}.py"
             st.page_link(target, label="Open", icon=":material/open_in_new:", query_params=dict(link.options))
-        st.button("Let go", key=f"let_go_{key}", on_click=_let_go, args=(pin,), type="tertiary")
+        st.button("Remove", key=f"let_go_{key}", on_click=_remove, args=(pin,), type="tertiary")
 
-    def work(progress: background.Progress) -> Any:
+    def work(progress: background.Progress) -> Drawing:
         source = cached_source()
         source.progress = progress
         return pin.draw(source)
 
     try:
-        drawing: Drawing = background.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {name}", work)
+        drawing = background.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {name}", work)
     except WorkbenchError as error:
-        st.info(f"It cannot be drawn any more: {widgets.escaped(error)}")
+        st.info(f"This view can no longer be drawn: {widgets.escaped(error)}")
         return
     except background.Running:
         return
@@ -89,9 +79,9 @@ def _pin(pin: pins.Pin) -> None:
         st.markdown(widgets.escaped(drawing.sentence))
 
 
-def _let_go(pin: pins.Pin) -> None:
+def _remove(pin: pins.Pin) -> None:
     try:
-        pins.let_go(cached_source().folder, pin)
+        pins.remove(cached_source().folder, pin)
     except WorkbenchError as error:
         st.toast(widgets.escaped(error))
 

@@ -1,26 +1,49 @@
-"""Prompt: one text, one model or two: what each layer would say, what it carries, what comes next, and who said so."""
+"""Prompt: one text through one model or two: next tokens, logit lens, attribution, values, and one value followed."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
 
 import streamlit as st
 
 from workbench import prompts
 from workbench.places import module
-from workbench.views import Link, prompt
+from workbench.views import Link, follow, prompt
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
 from .. import widgets
 from ..cached_source import cached_source
 from ..elements import token_strip
-from ..page_frame import page, toolbar
-from ..prompt_box import prompt_box
-from .prompt_parts import PARTS
+from ..elements.figure import Point
+from ..figures import show
+from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
+from ..prompt_box import next_token, prompt_box
 
-ABOUT = (
-    "One text through the chosen model, token by token. Compare it with a second model, or with another step, above."
+ABOUT = "One text through the selected model, token by token. Select *Compare* for a second model or step."
+POSITION = "Position"
+LENS = (
+    "The model's output head, applied after each layer: the token that would come next if the model stopped there. The top row is its "
+    "real prediction. Early layers need not write in the head's basis, so odd tokens there are no fault."
 )
-AFTER = "After which token"
+VALUES = (
+    "**Own** values are what a layer computes, **effective** values what its attention sums, after the shortcut has added the first "
+    "layer's part. In a Transformer the two are equal. A longer value is neither better nor worse."
+)
+ATTRIBUTION = (
+    "A token's logit is a sum over the attention and the MLP of every layer. Select a layer for its heads, then a head for its value "
+    "paths. Direct effects only: what a part does through later layers counts there. The parts sum to the model's own logit."
+)
+FOLLOW = (
+    "Left: what a token's **value** is made of, the layer's own projection and what comes from earlier layers. Right: the heads that "
+    "read it, and later layers that read a part of it again. Each with the amount, its share of all that the same queries get, and "
+    "that share under uniform attention. Select an early token: only later ones read it."
+)
+ALL, WIDE_PX = "all", 700
+Draw = Callable[[], object]
+"""Draws the figures of a part, once its controls stand above them."""
 
 
 def _body(link: Link) -> None:
@@ -28,26 +51,86 @@ def _body(link: Link) -> None:
     with left:
         link = prompt_box(link)
     source = cached_source()
-    tokens = source.tokens(source.subjects(link)[0], source.prompt(link))  # refused here, once, where it cannot be read
+    subject, text = source.subjects(link)[0], source.prompt(link)
+    tokens = source.tokens(subject, text)  # refused here, once, if it cannot be read
+    last = len(tokens) - 1
     with right:
-        link = _position(link, tokens)
+        early = st.query_params.get("show") == "follow"  # only later tokens read a value
+        at = token_strip.asked("position", POSITION, len(tokens), default=last // 3 if early else last)
+        losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
+        token_strip.draw(
+            tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=("target", "against")
+        )
     with toolbar("controls"):
         shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
-        draw = PARTS[shown][1](link.but(show=shown))
+        draw = PARTS[shown][1](link.but(show=shown, position=at))
     draw()
 
 
-def _position(link: Link, tokens: list[str]) -> Link:
-    """The token after which everything is asked; the strip shows how surprising each one was."""
-    source, last = cached_source(), len(tokens) - 1
-    early = st.query_params.get("show") == "follow"  # what the last token hands on, only it can read
-    at = token_strip.asked("position", AFTER, len(tokens), default=last // 3 if early else last)
-    subject, text = source.subjects(link)[0], source.prompt(link)
-    found = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP)  # once for all positions
-    token_strip.draw(
-        tokens, key="position", label=AFTER, colours=found.loss, unit="nats", chosen=at, clears=("target", "against")
-    )
-    return link.but(position=at)
+def _take_token(point: Point) -> None:
+    if point.token is not None:
+        widgets.update_url(position=point.token, target=None, against=None)
+
+
+def _take_part(point: Point) -> None:
+    """A click on a layer's bar shows its heads, one on a head's bar its value paths."""
+    if match := re.fullmatch(r"(attention|MLP|head) (\d{1,4})", str(point.y)):
+        widgets.update_url(**{"head" if match[1] == "head" else "layer": match[2]})
+
+
+def _next(link: Link) -> Draw:
+    def draw() -> None:
+        with figures_side_by_side(WIDE_PX if link.on("compare") else FIGURE_PX):
+            show(prompt.predictions, link)
+            show(prompt.surprise, link, take=_take_token)
+
+    return draw
+
+
+def _lens(link: Link) -> Draw:
+    show_name = {name: row[0] for name, row in prompt.LENS.items()}.__getitem__
+    quantity = widgets.choose("Colour", "quantity", list(prompt.LENS), "probability", show=show_name, width=230)
+    return partial(show, prompt.lens, link.but(quantity=quantity), about=LENS, take=_take_token)
+
+
+def _values(link: Link) -> Draw:
+    show_name = {name: row[0] for name, row in prompt.VALUES.items()}.__getitem__
+    site = widgets.choose("Site", "site", list(prompt.VALUES), "effective", show=show_name, width=260)
+
+    def draw() -> None:
+        with figures_side_by_side(PANELS_PX if link.on("compare") else FIGURE_PX):
+            show(prompt.values, link.but(site=site), about=VALUES, take=_take_token)
+            show(prompt.identity, link.but(site=site), about=VALUES, take=_take_token)
+
+    return draw
+
+
+def _attribution(link: Link) -> Draw:
+    source = cached_source()
+    entry, at = source.subjects(link)[0].entry, int(link.options["position"])
+    link = next_token(link, source.prompt(link), "Token", "target", position=at, width=130)
+    target = link.whole("target")
+    link = next_token(link, source.prompt(link), "Minus token", "against", position=at, width=130, but=target, none=ALL)
+    layer = widgets.choose("Layer", "layer", [ALL, *range(entry.n_layers)], ALL, width=80)
+    head = widgets.choose("Head", "head", [ALL, *range(entry.n_heads)], ALL, width=80) if layer != ALL else None
+    link = link.but(layer=None if layer == ALL else layer, head=None if head == ALL else head)
+    return partial(show, prompt.attribution, link, about=ATTRIBUTION, take=_take_part)
+
+
+def _follow(link: Link) -> Draw:
+    if st.query_params.get("layer") == ALL:  # selected under logit attribution
+        widgets.update_url(layer=None)
+    subject = cached_source().subjects(link)[0]
+    layers = range(subject.entry.n_layers)
+    layer = widgets.choose("Layer", "layer", layers, follow.default_layer(subject), width=80)
+    return partial(show, follow.follow, link.but(layer=layer), about=FOLLOW)
+
+
+PARTS = {
+    "next": ("Next token", _next), "layers": ("Logit lens", _lens), "who": ("Logit attribution", _attribution),
+    "carries": ("Values", _values), "follow": ("Value flow", _follow),
+}  # fmt: skip
+"""Of each part: its name, and a function that draws its controls and returns what draws its figures."""
 
 
 if __name__ == "__main__":

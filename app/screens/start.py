@@ -1,51 +1,59 @@
-"""Start: what was found, one model at a glance, what is in the folder, what its runs decide, and the demo's story."""
+"""Start: the main result, one model at a glance, the runs of the folder, verdicts on claims, and the demo."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import streamlit as st
 
+from workbench import plots
 from workbench.errors import WorkbenchError
+from workbench.models.registry import ARCHITECTURES
 from workbench.places import module
-from workbench.views import Link, start
+from workbench.runs.catalogue import Entry
+from workbench.statistics.formation import formation_steps, sink_steps
+from workbench.views import Link, Source, Subject, finding, start
+from workbench.views.base import ONE_SEED
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import background, widgets
 from ..cached_source import cached_source, root
-from ..page_frame import page
+from ..elements.figure import Point
+from ..figures import show
+from ..page_frame import FIGURE_PX, figures_side_by_side, page, toolbar
 from ..selection import choose
-from .start_demo import story
-from .start_finding import finding
-from .start_here import here
-from .start_verdicts import verdicts
-from .start_xray import glance
 
 ABOUT = (
-    "How transformers use **values** (what attention carries from word to word) and what a shortcut for them changes. Every page "
-    "shows the model that is chosen at its top, or two side by side."
+    "How transformers use **values** (what attention carries from token to token), and what a value residual changes. Every page "
+    "shows the model selected in its header, or two models side by side."
 )
-LIVE = 2  # seconds between looks at a demo that runs
-
-
-def _first_run() -> None:
-    """Look again until there is a run, where a demo is on its way."""
-    found = start.demo.status(root())
-    if cached_source().own():
-        st.rerun()
-    if found and found.running:
-        st.caption("The demo has begun; its first model appears here within a minute.")
+WORDS = {
+    "Value": "what attention carries from one token to a later one; the attention weight says how much of it.",
+    "Value residual": "a shortcut that adds the first layer's values, made from the tokens alone, to the values of deeper layers.",
+    "Copying": "predicting a repeated sequence by attending to what followed last time (an *induction head*).",
+    "Attention sink": "a head that attends to the first token when it has nothing to do, because its weights must sum to 1.",
+    "Paired seeds": "models with equal initial weights and equal batches, compared seed by seed.",
+    "Unresolved": "the seeds cannot tell the models apart; this does not prove them equal.",
+}
+VERDICTS = (
+    "Published claims about value residuals, and what the runs here say of each. Click a claim to read it. Only stored records are "
+    "judged; nothing is measured. A verdict needs three seeds, and is Holm-corrected over all claims."
+)
+XRAY = "Each answer has its number, the number at random init or under a baseline, and its standard error over documents (±)."
+LIVE = 2  # seconds between looks at a running demo
+OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of a figure of two models
 
 
 def _body(link: Link) -> None:
     parts, first = _parts()
-    shown = widgets.segments("Part", "show", parts, first, show=start.parts.PARTS.__getitem__)
-    {"finding": finding, "model": glance, "here": here, "verdicts": verdicts, "demo": story}[shown](
-        link.but(show=shown)
-    )
+    shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
+    draw = {"finding": _finding, "model": _model, "here": _runs, "verdicts": _verdicts, "demo": _demo}[shown]
+    draw(link.but(show=shown))
 
 
-def _choose_for_part(name: str) -> Link | None:
-    """The choices that the shown part uses: models for a model at a glance, the experiment for what is found, or judged of it alone."""
+def _select(name: str) -> Link | None:
+    """Draw the selection that the shown part uses: models for one model, an experiment for the main result."""
     if not cached_source().catalogue().entries:
         return None
     parts, first = _parts()
@@ -53,33 +61,345 @@ def _choose_for_part(name: str) -> Link | None:
     shown = asked if asked in parts else first
     if shown in ("here", "demo") or (shown == "verdicts" and st.query_params.get("alone") != "1"):
         return widgets.current_link(name)
-    # what is judged is what the headline is about, unless a model is named
-    headline = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)
-    found = _finding() if headline else None
-    return choose(name, models=shown == "model", experiment=found.group if found else None)
+    # verdicts are about the experiment of the main result, unless the address names a model
+    of_result = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)
+    result = _main_result() if of_result else None
+    return choose(name, models=shown == "model", experiment=result.group if result else None)
 
 
 def _parts() -> tuple[list[str], str]:
-    """The parts that have something to show, and which is shown first: where there is no finding, a model or the folder."""
+    """The parts that have something to show, and the one shown first."""
     source = cached_source()
-    found = start.demo.status(source.folder)
-    parts = [p for p in start.parts.PARTS if p != "demo" or found or start.demo.resters(source)]
-    if (found and found.running) or start.demo.only_demo(source):
+    status = start.demo_status(source.folder)
+    parts = [p for p in finding.PARTS if p != "demo" or status or start.demo_models(source, "sinks")]
+    if (status and status.running) or start.only_demo(source):
         return parts, "demo"
-    if _finding():
+    if _main_result():
         return parts, "finding"
     return parts, "model" if any(e.steps for e in source.catalogue().entries) else "here"
 
 
-def _finding() -> start.finding.Finding | None:
-    """What the chosen experiment says, or the one that the rule gives where none is chosen."""
+def _main_result() -> finding.Finding | None:
     try:
-        return start.finding.finding(cached_source(), widgets.current_link("start"))
+        return finding.finding(cached_source(), widgets.current_link("start"))
     except WorkbenchError:
         return None
 
 
+def _glossary(architectures: set[str]) -> None:
+    with st.expander("Glossary"):
+        models = {a.label: f"{a.plain}." for name, a in ARCHITECTURES.items() if name in architectures}
+        st.markdown("\n".join(f"- **{word}**: {meaning}" for word, meaning in (WORDS | models).items()))
+
+
+# ---- main result -----------------------------------------------------------------------------------------------------
+
+
+def _finding(link: Link) -> None:
+    result = finding.finding(cached_source(), link)
+    st.header(widgets.escaped(finding.headline(result)), anchor=False)
+    if result.seeds[1] < 2:
+        st.badge(ONE_SEED, icon=":material/warning:", color="orange")
+    with figures_side_by_side():
+        for view in (finding.finding_differences, finding.finding_curves):
+            with st.container():
+                show(view, link)
+    with st.container(horizontal=True, key="next"):
+        widgets.page_link("training", "Training curves", ":material/trending_down:", set=result.group)
+        widgets.page_link("attention", "Attention maps", ":material/grid_on:")
+        widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", set=result.group, show="verdicts")
+    _glossary({name.split(" ")[0] for name in result.intervals})
+
+
+# ---- one model -------------------------------------------------------------------------------------------------------
+
+
+def _model(link: Link) -> None:
+    subjects = cached_source().subjects(link)
+    ready = [_measured(subject) for subject in subjects]
+    if all(ready):
+        with figures_side_by_side(COMPARED_PX if len(subjects) > 1 else FIGURE_PX):
+            for answer in start.XRAY.values():
+                with st.container(border=True):
+                    show(answer, link, about=XRAY)
+
+
+def _measured(subject: Subject) -> bool:
+    """Return True if the records of an X-ray are stored; if not, offer a button and the command that measure them."""
+    absent = start.missing(cached_source(), subject)
+    if not absent:
+        return True
+    entry, place = subject.entry, (subject.entry.path, subject.step)
+    names = ", ".join(name.replace("_", " ") for name in absent)
+    st.info(f"{widgets.escaped(subject.name)} is not measured yet: {names}.", icon=":material/radiology:")
+    asked = st.session_state.setdefault("measuring", {})
+    if entry.imported or entry.shipped:
+        st.caption(
+            "The training text of an imported model is unknown. Measure it on a text of yours:"
+            if entry.imported
+            else "Shipped runs are read-only. Measure it in a terminal:"
+        )
+    else:
+        if st.button("Measure", key=f"measure_{subject.tag}", icon=":material/play_arrow:"):
+            asked[place] = entry.stamp
+        st.caption("Or in a terminal. The numbers are stored beside the run.")
+    st.code(start.xray_command(entry, subject.step), language=None, wrap_lines=True)
+    if place not in asked:
+        return False
+    try:  # visitors who asked before anything changed wait for one job
+        background.run(
+            ("xray", *place, asked[place]), f"Measuring {entry.name}",
+            lambda progress: start.measure_xray(entry, subject.step, progress),
+        )  # fmt: skip
+    except background.Running:
+        return False
+    except WorkbenchError as error:
+        st.warning(widgets.escaped(error))
+        del asked[place]
+        return False
+    del asked[place]
+    st.rerun()
+    return True
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def _runs(link: Link) -> None:
+    source = cached_source()
+    catalogue, table = source.catalogue(), start.runs_table(source)
+    writing = int((table["state"] == "being written now").sum())
+    where = f"in `{root()}`" if source.own() else f"shipped with the project (`{root()}` has none)"
+    st.markdown(
+        f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. Click a row to open it."
+    )
+    asked = next((e for e in catalogue.entries if e.name == st.query_params.get("a")), None)
+    if asked is not None and not asked.steps:
+        with st.container(horizontal=True, vertical_alignment="center", key="next"):
+            st.markdown(f"**{widgets.escaped(asked.name)}** has no weights here, but numbers:", width="content")
+            widgets.page_link("training", "Training", ":material/trending_down:")
+            widgets.page_link("depth", "Measures", ":material/layers:")
+            widgets.page_link("start", "Verdicts", ":material/gavel:", show="verdicts", alone="1")
+    st.dataframe(
+        table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_take_run,
+        selection_mode="single-row", alt="Runs of the folder",
+    )  # fmt: skip
+    if catalogue.problems:
+        st.warning(f"{len(catalogue.problems)} folders look like runs and cannot be read; see the foot of the page.")
+    st.caption("measures: number of stored measures. `workbench measure RUN -m NAME` adds more.")
+
+
+def _take_run() -> None:
+    rows = st.session_state["runs"].selection.rows
+    if rows:
+        entry = cached_source().catalogue().entries[rows[0]]
+        shown = "model" if entry.steps else "here"
+        widgets.update_url(set=entry.group, a=entry.name, step=None, models=None, show=shown)
+
+
+# ---- verdicts on claims ----------------------------------------------------------------------------------------------
+
+
+def _judged(link: Link) -> tuple[start.Judgement, ...]:
+    source = cached_source()
+
+    def work(progress: background.Progress) -> tuple[start.Judgement, ...]:
+        source.progress = progress
+        return start.judgements(source, link)
+
+    judged: tuple[start.Judgement, ...] = background.run(start.verdicts_key(source, link), "Judging claims", work)
+    return judged
+
+
+def _verdicts(link: Link) -> None:
+    source = cached_source()
+    controls = toolbar("controls")
+    with controls:
+        alone = widgets.toggle(
+            "This experiment only", "alone", help="Otherwise all runs of the folder, in every setting"
+        )
+    link = link.but(alone=1 if alone else None)
+    judged = _judged(link)
+    decided = {j.claim.name: j for j in judged if j.decided}
+
+    def take(point: Point) -> None:
+        words, name = point.at or ("", "")
+        if name in decided:
+            widgets.update_url(claim=name)
+        else:
+            st.toast(f"{words}: not decided; the table below gives the reason.")
+
+    if decided:
+        with controls:
+            claim = widgets.choose(
+                "Claim", "claim", list(decided), width=600,
+                show=lambda n: f"{n.replace('_', ' ')}: {decided[n].verdict.words}",
+            )  # fmt: skip
+    with figures_side_by_side(OVERVIEW_PX) if decided else st.container():
+        with st.container():
+            show(start.verdicts, link, about=VERDICTS, take=take)
+        if decided:
+            _claim(link.but(claim=claim), decided[claim])
+    rest = [j for j in judged if not j.decided]
+    panel = st.expander(f"{len(rest)} undecided claims and the reasons", key="rest", on_change="rerun")
+    if panel.open:
+        with panel:
+            table = start.verdicts_table(rest)[["question", "claim", "verdict", "because", "not measured"]]
+            st.dataframe(table, hide_index=True, width="stretch", alt="Undecided claims and the reasons")
+    if any(j.missing for j in judged):
+        with st.expander("Command that measures what is missing"):
+            st.code(start.analyze_command(source, link), language=None, wrap_lines=True)
+
+
+def _claim(link: Link, judged: start.Judgement) -> None:
+    claim, verdict = judged.claim, judged.verdict
+    with st.container(border=True):
+        _verdict(judged)
+        facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
+                 "Source": claim.source, "Runs tested": f"{len(verdict.runs)}, without drawn controls: {verdict.setting}"}  # fmt: skip
+        st.markdown("\n".join(f"- {name}: {widgets.escaped(fact)}" for name, fact in facts.items()))
+        show(start.verdict, link)
+        if judged.missing:
+            st.caption(f"Not stored: {', '.join(judged.missing)}. Command that measures it:")
+            command = start.analyze_command(cached_source(), link, claim.question)
+            st.code(command, language=None, wrap_lines=True)
+
+
+def _verdict(judged: start.Judgement, sentence: str = "") -> None:
+    st.markdown(f"**{widgets.escaped(judged.claim.text)}**")
+    box = {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info)
+    box(f"**{widgets.escaped(judged.verdict.words.capitalize())}.** {widgets.escaped(sentence)}".strip())
+
+
+# ---- the demo --------------------------------------------------------------------------------------------------------
+
+
+def _demo(link: Link) -> None:
+    source = cached_source()
+    status = start.demo_status(source.folder)
+    live = bool(status and status.running)
+    every = LIVE if live else None
+    st.fragment(_progress, run_every=every)(live, _with_heads(source))
+    st.header("1. Attention sinks", anchor=False)
+    st.fragment(_sinks, run_every=every)(link)
+    st.fragment(_sink_heads)(link)
+    st.header("2. Copying", anchor=False)
+    st.fragment(_race, run_every=every)(link)
+    st.fragment(_copying_heads)(link)
+    st.header("3. Token information in deep values", anchor=False)
+    st.fragment(_deep_values, run_every=every)(link)
+    _glossary({e.architecture for e in (*start.demo_runs(source, *start.DEMO), *start.text_models(source))})
+    if not live and start.demo_runs(source, *start.DEMO):
+        st.header("4. Verdicts", anchor=False)
+        judged = {j.claim.name: j for j in _judged(link.but(alone=None))}
+        for name in start.DEMO_CLAIMS:
+            _verdict(judged[name], judged[name].verdict.sentence)
+        widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", show="verdicts")
+
+
+def _with_heads(source: Source) -> tuple[bool, bool]:
+    """Which experiments have models with several checkpoints."""
+    return bool(start.demo_models(source, "sinks")), bool(start.demo_models(source, "race"))
+
+
+def _progress(was_live: bool, had: tuple[bool, bool]) -> None:
+    """Progress of the demo; the page runs again at the first checkpoints and at the end."""
+    source = cached_source()
+    status = start.demo_status(source.folder)
+    if was_live:
+        st.session_state["drawn"] = []  # the live figures below draw anew
+        if not (status and status.running) or _with_heads(source) != had:
+            st.rerun()
+    if status is None:
+        return
+    if not status.finished:
+        left = f", about {status.left_s:.0f} s left" if status.left_s is not None and status.running else ""
+        share = min(1.0, status.ready / max(status.planned, 1))
+        st.progress(share, f"{status.ready} of {status.planned} models ready{left}")
+        if not status.running:
+            st.warning("The demo stopped early. `make demo` continues it.")
+    for name, error in status.failed.items():
+        st.warning(f"{widgets.escaped(name)} failed: {widgets.escaped(error)}")
+
+
+def _sinks(link: Link) -> None:
+    st.markdown(
+        "Most symbols of this task need no copy, so a copying head is idle there and learns to attend to the *start token*. "
+        "When does this sink form, and do shared values or a gate change it?"
+    )
+    if show(start.forming, link) is not None:
+        steps = sink_steps(start.sink_records(cached_source()))
+        st.markdown("Step at which the strongest head gives the start token half of its attention:")
+        st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
+        st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")
+
+
+def _race(link: Link) -> None:
+    st.markdown(
+        _shipped_note(start.race_models(cached_source()), "--full")
+        + "A sequence of random symbols is repeated. The second half can be predicted by attending to what followed last time. "
+        "All models of one seed have equal initial weights and equal batches."
+    )
+    drawing = show(start.race, link)
+    if drawing is not None:
+        steps = formation_steps(drawing.table)
+        st.markdown("Step at which the copy loss falls below half of its start:")
+        st.dataframe(plots.formation_table(steps), hide_index=True, key="formed", alt="Copying step by model and seed")
+
+
+def _deep_values(link: Link) -> None:
+    st.markdown(
+        _shipped_note(start.text_models(cached_source()), "--all")
+        + "**Token identity share**: the share of a value's variance that the token explains. At 1 the value is a lookup of its "
+        "token. Dashed: before training. First-layer values, and all of SVFormer's, are lookups by construction."
+    )
+    if show(start.identity, link) is not None:
+        st.markdown(
+            "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
+        )
+        show(start.replaced, link)
+
+
+def _shipped_note(entries: Sequence[Entry], option: str) -> str:
+    if not any(e.shipped for e in entries):
+        return ""
+    seeds = len({e.seed for e in entries})
+    return f"Shipped study, {seeds} seeds; `workbench demo {option}` trains such models here. "
+
+
+def _sink_heads(link: Link) -> None:
+    source = cached_source()
+    if start.demo_models(source, "sinks"):
+        _, common, step = start.sink_models(source, Link("start"))
+        when = widgets.choose("Training step of the sink heads", "when", common, step, slider=True)
+        show(start.resting_heads, link.but(when=when), long="Computing attention maps")
+
+
+def _copying_heads(link: Link) -> None:
+    source = cached_source()
+    names = [e.name for e in start.demo_models(source, "race")]
+    if not names:
+        return
+    models, _, _ = start.copying_models(source, Link("start"))
+    left, right = st.columns(2)
+    with left:
+        link = link.but(left=widgets.choose("Left model", "left", names, models[0].name))
+    with right:
+        link = link.but(right=widgets.choose("Right model", "right", names, models[1].name))
+    _, common, step = start.copying_models(source, link.but(at=None))
+    link = link.but(at=widgets.choose("Training step", "at", common, step, slider=True))
+    show(start.copying_heads, link, long="Computing attention maps")
+
+
+def _wait_for_runs() -> None:
+    status = start.demo_status(root())
+    if cached_source().own():
+        st.rerun()
+    if status and status.running:
+        st.caption("The demo has begun; its first model appears here within a minute.")
+
+
 if __name__ == "__main__":
-    page("start", ABOUT, _body, _choose_for_part)
+    page("start", ABOUT, _body, _select)
     if not cached_source().own():
-        st.fragment(_first_run, run_every=LIVE)()
+        st.fragment(_wait_for_runs, run_every=LIVE)()

@@ -302,7 +302,7 @@ class Observed(HookedModel):
             )
         return logits
 
-    def run_with_cache(  # type: ignore[override]  # the second argument may be given by position
+    def run_with_cache(  # the second argument may be given by position
         self, tokens: Any, names: NamesFilter = None, *, names_filter: NamesFilter = None, **kwargs: Any
     ) -> tuple[Any, Cache]:
         """Return (output, cache) of a run at the named hook points, as on our own models; `names_filter` equals `names`."""

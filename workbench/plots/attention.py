@@ -105,7 +105,7 @@ def received(
         x = unique([safe(n) for n in names])
         _line(figure, 1, x, np.maximum(values, FLOOR), label(series), colour(series), dash)
     names, evenly = lines[0][1], lines[0][3]
-    _line(figure, 1, unique([safe(n) for n in names]), evenly, "spread evenly", GREY, "dot")
+    _line(figure, 1, unique([safe(n) for n in names]), evenly, "uniform attention", GREY, "dot")
     if both:
         x = unique([safe(n) for n in names])
         _line(figure, 2, x, lines[0][2] - lines[1][2], MINUS, colour(MINUS))
@@ -177,7 +177,7 @@ def per_head(
     figure.update_yaxes(rangemode="tozero", row=1)
     if both:
         figure.update_yaxes(title_text=MINUS, row=2, col=1)
-    figure = dressed(figure, "Numbers per head", f"{under}; dotted: if spread evenly", 420 if both else 260)
+    figure = dressed(figure, "Statistics per head", f"{under}; dotted: uniform attention", 420 if both else 260)
     figure.update_annotations(font_size=11)
     return figure
 

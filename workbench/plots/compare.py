@@ -31,7 +31,7 @@ def difference(
         for frame in map(checked, pair):
             rows = frame[frame["control"].isna()]
             last.append(rows[rows["step"].isna() | (rows["step"] == rows["step"].max())].reset_index(drop=True))
-        differences.append(subtracted(*last, AXES, "above 0: higher in A").assign(run=f"{MINUS}, pair {i}"))
+        differences.append(subtracted(last[0], last[1], AXES, "above 0: higher in A").assign(run=f"{MINUS}, pair {i}"))
     return pd.concat(differences, ignore_index=True)
 
 

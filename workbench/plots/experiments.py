@@ -56,9 +56,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
             hovertemplate=[f"{label(architecture)}, seed {s}: step %{{x}}<extra></extra>" for s in mine["seed"]],
         )  # fmt: skip
     figure.update_xaxes(title_text="training step", type="log" if log_x else "linear")
-    figure.update_yaxes(
-        title_text=axis_title("loss where copying works (nats)", "lower: copies better"), rangemode="tozero"
-    )
+    figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
         rows,
         "sequences of random tokens, written twice",
@@ -66,7 +64,7 @@ def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
         f"each point the mean of {width} steps" if width > 1 else "",
         "diamond: a seed crosses the line",
     )
-    return dressed(figure, "When does each model learn to copy?", under, 340)
+    return dressed(figure, "Copy loss", under, 340)
 
 
 def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -101,7 +99,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
                 continue
             _replaced(figure, rows_of.assign(x=rows_of["layer"].fillna(np.inf)), name, fill, order, seeds, i + 1)
         figure.update_xaxes(title_text="layer", type="category", row=1, col=i + 1)
-    figure.update_yaxes(title_text=axis_title("change of the loss (nats)", "higher: it mattered more"), row=1, col=1)
+    figure.update_yaxes(title_text=axis_title("loss change (nats)", "higher: it mattered more"), row=1, col=1)
     missing = [label(a) for a in ordered(set(rows["architecture"]) - set(names))]
     without = f"{', '.join(missing)}: no values of its own after the first layer" if missing else ""
     if layers == [0]:
@@ -111,7 +109,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
         f"{together}: all of these layers at once" if deep["layer"].isna().any() and len(layers) > 1 else "",
         f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", without,
     )  # fmt: skip
-    return dressed(figure, "What is lost when deep values forget their context?", under, 320)
+    return dressed(figure, "Loss change under value replacement", under, 320)
 
 
 def _replaced(
@@ -224,9 +222,7 @@ def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figur
     figure.update_yaxes(
         categoryorder="array", categoryarray=[*questions.values()][::-1], showgrid=False, tickfont_size=11
     )
-    figure = dressed(
-        figure, "What these runs say of the field's claims", wrapped(under, 125), 100 + ROW_PX * len(questions)
-    )
+    figure = dressed(figure, "Verdicts on published claims", wrapped(under, 125), 100 + ROW_PX * len(questions))
     below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (ROW_PX * len(questions)), "yanchor": "top"}
     figure.update_yaxes(automargin=False)  # it counts the words of a wrapped question as if they stood in one line
     return at_least(figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=320), 640)
@@ -257,7 +253,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
         figure.update_yaxes(autorange="reversed", row=i, col=1)
     caption = wrapped(
-        "; ".join(s for s in (under, "hollow: unresolved among all" if "verdict" in table else "",
-                              f"whisker: {confidence()} interval; one that reaches across 0 decides nothing") if s), 125
+        "; ".join(s for s in (under, "hollow: not significant after Holm" if "verdict" in table else "",
+                              f"whisker: {confidence()} interval") if s), 125
     )  # fmt: skip
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))

@@ -86,4 +86,4 @@ def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]
         else:
             figure.update_xaxes(title_text="probability", range=[0, 1.15 * largest], row=1, col=i + 1)
     under = "the most probable tokens after the last one; higher: more certain"
-    return at_least(dressed(figure, "What comes next?", under, 280), BARS * len(found) if len(found) > 1 else 0)
+    return at_least(dressed(figure, "Next token", under, 280), BARS * len(found) if len(found) > 1 else 0)

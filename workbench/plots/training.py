@@ -352,4 +352,4 @@ def pace(frame: pd.DataFrame) -> go.Figure:
     rows = frame[frame["metric"] == "tokens_per_second"]
     runs = rows.groupby("run", as_index=False).first()
     middle = runs["run"].map(rows.groupby("run")["value"].median())
-    return plot(runs.assign(value=middle, step=pd.array([pd.NA] * len(runs), "Int64")), title="Training pace")
+    return plot(runs.assign(value=middle, step=pd.array([pd.NA] * len(runs), "Int64")), title="Throughput")

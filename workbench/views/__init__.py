@@ -1,6 +1,6 @@
-"""Every view of the dashboard as a link, a figure and a table; the page and `workbench view LINK` draw the same.
+"""Views: every figure of the dashboard as a link, a figure and a table. `workbench view LINK` draws the same.
 
-`VIEWS[page][name](source, link)` gives a `Drawing`: `source` is a `Source` (where numbers come from), `link` a `Link` (what was chosen).
+`VIEWS[page][name](source, link)` returns a `Drawing`. A `Source` gives the numbers, a `Link` the options.
 """
 
 from workbench.views.base import VIEWS, Drawing, drawings, view

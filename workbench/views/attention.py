@@ -1,11 +1,10 @@
-"""Where every head of a model looks in one prompt: all heads at once, one head's map and strips, numbers per head."""
+"""Attention of every head in one prompt: all heads at once, one head's map and strips, statistics per head."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,29 +14,31 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
+from workbench.views.positions import short
 from workbench.views.source import Source, Subject
 
-SCALES = {"brightest": "up to the brightest", "root": "faint ones lifted (root)", "one": "from 0 to 1"}
-"""The brightest after the first query, which sees nothing but itself."""
-POOLS = {"mean": "what goes to all its keys", "max": "its largest weight"}
+SCALES = {"brightest": "up to the largest weight", "root": "square root, for small weights", "one": "from 0 to 1"}
+"""The largest weight after the first query, which attends to itself alone."""
+POOLS = {"mean": "sum over its keys", "max": "largest weight"}
 LINEAR = 32
-"""Tokens up to which colours are in proportion unless told otherwise; in longer prompts most weights are faint."""
+"""Tokens up to which the colour scale is linear by default; in longer prompts most weights are small."""
 CELLS, CELLS_BESIDE = 512, 384
-"""Most cells along an axis of a map: of one model, and of two beside each other where the prompt is longer."""
+"""Most cells along an axis of a map: of one model, and of two side by side if the prompt is longer."""
 TILES = 300_000
-"""Cells of all small pictures together; more heads get coarser ones."""
+"""Cells of all small pictures together; with more heads each picture is coarser."""
 BUCKETS = (64, 32, 16, 8)
+MAX_ROWS = 100_000  # of a table of small pictures
 STATISTICS = {
-    "normalised_entropy": "evenness", "row_entropy": "entropy, nats", "effective_keys": "effective keys",
+    "normalised_entropy": "normalised entropy", "row_entropy": "entropy (nats)", "effective_keys": "effective keys",
     "sink_mass": "attention to the first token",
 }  # fmt: skip
-EVENLY = "spread evenly"
-MEANS = "means over its queries; evenness (entropy over its maximum) and first token without the first, which sees only itself"
+UNIFORM = "spread evenly"  # as CSV files name uniform attention
+MEANS = "means over queries; normalised entropy and sink without the first query, which attends to itself alone"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What there is to choose from, and what is chosen."""
+    """The options of the page, and the selected ones."""
 
     subjects: list[Subject]
     text: str
@@ -48,10 +49,10 @@ class Choice:
     head: int
     queries: tuple[int, int]  # first and last
     keys: tuple[int, int]
-    lock: int | None  # the query whose row is held
+    lock: int | None  # the query token, if one is selected
     scale: str
     pool: prompts.Pool
-    branch: str | None  # whose keys alone; None: all that the layer sees
+    branch: str | None  # set of keys; None: all keys of the layer
     branches: list[str]
 
     @property
@@ -61,34 +62,34 @@ class Choice:
 
     @property
     def alike(self) -> bool:
-        """Whether all subjects read the same tokens, so that they can be subtracted."""
+        """True if all subjects have the same tokens, so that their difference exists."""
         return all(t == self.tokens[0] for t in self.tokens)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One subject's attention, all heads and the chosen one."""
+    """One subject's attention: all heads and the selected one."""
 
     subject: Subject
     tokens: list[str]
     overview: prompts.Overview
     window: prompts.Window
-    """Of the chosen head."""
+    """Of the selected head."""
     received: np.ndarray
-    """Attention that the positions of each column receive from all queries, mean over them [column], in queries."""
+    """Attention that the positions of each column receive from all queries, mean over positions [column], in queries."""
     evenly: np.ndarray
-    """The same where every query spreads its attention evenly [column]."""
+    """The same under uniform attention [column]."""
     row: np.ndarray | None
-    """The held query's weights [column], NaN for its future; of B where it reads the same tokens."""
+    """Weights of the query token [column], NaN for later keys; None for a B with other tokens."""
 
 
 def options(source: Source, link: Link) -> Choice:
-    """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
+    """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     subjects, text = source.subjects(link), source.prompt(link)
     tokens = [source.tokens(s, text) for s in subjects]
     T = len(tokens[0])
     layers, heads = min(s.entry.n_layers for s in subjects), min(s.entry.n_heads for s in subjects)
-    pool: prompts.Pool = "max" if _known("pool", link.text("pool", "mean"), POOLS) == "max" else "mean"
+    pool: prompts.Pool = "max" if link.choice("pool", POOLS) == "max" else "mean"
     layer, head = (
         None if link.whole(key) is None else _index(key, link.whole(key), count)
         for key, count in (("layer", layers), ("head", heads))
@@ -96,25 +97,23 @@ def options(source: Source, link: Link) -> Choice:
     if layer is None or head is None:
         layer, head = _most_concentrated(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
     branches = _branches(source, subjects[0], text, layer)
-    branch = link.text("branch")
-    if branch is not None:
-        _known("set of keys", branch, branches)
+    branch = None if link.text("branch") is None else link.choice("branch", branches, kind="set of keys")
     lock, scale = link.whole("lock"), "root" if T > LINEAR else "brightest"
     return Choice(
         subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer, head=head,
         queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
         lock=None if lock is None else _index("position", lock, T),
-        scale=_known("scale", link.text("scale", scale), SCALES),
+        scale=link.choice("scale", SCALES, scale),
         pool=pool, branch=branch, branches=branches,
     )  # fmt: skip
 
 
 def positions(text: str | None, T: int) -> tuple[int, int]:
-    """First and last position of `12-80`; all of them for None. Raises `BadData` for others and outside the prompt."""
+    """First and last position of `12-80`, all for None; raises `BadData` for others and outside the prompt."""
     if text is None:
         return 0, T - 1
-    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
-    first, last = (int(found[1]), int(found[2])) if found else (1, 0)
+    match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text)
+    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
     if not first <= last < T:
         raise BadData(f"positions {text!r}: give the first and the last, like 0-{T - 1}, of this prompt's {T} tokens")
     return first, last
@@ -126,16 +125,10 @@ def _index(kind: str, value: int | None, count: int) -> int:
     return int(value)  # type: ignore[arg-type]
 
 
-def _known(kind: str, name: str | None, choices: Any) -> str:
-    if name not in choices:
-        raise UnknownName(kind, str(name), choices)
-    return str(name)
-
-
 def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
-    """What the page and all its figures show."""
+    """Return the options and the attention patterns that the page and its figures show."""
     choice = options(source, link)
-    found = []
+    patterns = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
         overview = _overview(source, choice.subjects, choice.text, choice.pool, i)
         queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
@@ -145,12 +138,16 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
         row = None
         if choice.lock is not None and (i == 0 or choice.alike):
             row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
-        found.append(Seen(subject, tokens, overview, window, _received(column), _evenly(column, len(tokens)), row))
-    return choice, found
+        # sums over queries, means over the keys of a column; uniform: key j receives the sum over i >= j of 1 / (i + 1)
+        received = np.nansum(column.weights * np.diff(column.queries)[:, None], 0) / np.diff(column.keys)
+        uniform = np.cumsum((1.0 / np.arange(1, len(tokens) + 1))[::-1])[::-1][column.keys[0] : column.keys[-1]]
+        evenly = np.add.reduceat(uniform, np.array(column.keys[:-1]) - column.keys[0]) / np.diff(column.keys)
+        patterns.append(Seen(subject, tokens, overview, window, received, evenly, row))
+    return choice, patterns
 
 
 def _overview(source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, i: int) -> prompts.Overview:
-    """The overview of a subject, its pictures as fine as all of them together allow."""
+    """The overview of a subject, with the finest pictures that `TILES` allows."""
     pictures = sum(s.entry.n_layers * s.entry.n_heads for s in subjects)
     fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
     return source.query(
@@ -163,16 +160,16 @@ def _most_concentrated(
     source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, there: tuple[range, range],
     asked: tuple[int | None, int | None],
 ) -> tuple[int, int]:  # fmt: skip
-    """Layer and head whose attention is least even in the prompt, then with the weaker sink; of what is `asked`, if anything.
+    """The head with the least entropy in the prompt, of the layer or head that is asked for; of equal ones the weaker sink.
 
-    Of model A after training, so that one head is seen at all its steps.
+    It is read off model A's last checkpoint, so that the default is one head at all steps.
     """
     a = subjects[0]
     try:
-        found = _overview(source, [replace(a, step=a.entry.steps[-1]), *subjects[1:]], text, pool, 0)
-    except WorkbenchError:  # the last checkpoint cannot be opened; the chosen one may be
-        found = _overview(source, subjects, text, pool, 0)
-    heads = found.statistics.sort_values(["normalised_entropy", "sink_mass", "layer", "head"])
+        overview = _overview(source, [replace(a, step=a.entry.steps[-1]), *subjects[1:]], text, pool, 0)
+    except WorkbenchError:  # the last checkpoint cannot be opened; the selected one may
+        overview = _overview(source, subjects, text, pool, 0)
+    heads = overview.statistics.sort_values(["normalised_entropy", "sink_mass", "layer", "head"])
     for name, count, given in zip(("layer", "head"), there, asked, strict=True):
         heads = heads[heads[name].isin(count if given is None else [given])]
     return int(heads["layer"].iloc[0]), int(heads["head"].iloc[0])
@@ -183,13 +180,12 @@ def _branches(source: Source, subject: Subject, text: str, layer: int) -> list[s
 
 
 def _report(source: Source, models: int, part: int, done: int, total: int) -> None:
-    """Report how far the work is, of 100; each model has two parts, all heads and the chosen one."""
     if source.progress is not None:
         source.progress(round(100 * (part + done / total) / (2 * models)), 100)
 
 
 def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
-    """First and behind the last of a span, of a prompt that may be shorter than A's."""
+    """First and last + 1 of a span, in a prompt that may be shorter than A's."""
     first = min(span[0], T - 1)
     return first, max(first, min(span[1], T - 1)) + 1
 
@@ -199,7 +195,7 @@ def _window(
 ) -> prompts.Window:
     subject = choice.subjects[i]
     branch = choice.branch
-    if branch is not None and i > 0:  # of the other model, where it has such keys
+    if branch is not None and i > 0:  # B may lack these keys
         branch = branch if branch in _branches(source, subject, choice.text, choice.layer) else None
     most = CELLS if len(choice.subjects) == 1 or max(map(len, choice.tokens)) <= CELLS else CELLS_BESIDE
     return source.derive(
@@ -208,25 +204,13 @@ def _window(
     )  # fmt: skip
 
 
-def _received(window: prompts.Window) -> np.ndarray:
-    """Column sums of a window of all queries, over the keys of each column."""
-    return np.nansum(window.weights * np.diff(window.queries)[:, None], 0) / np.diff(window.keys)
-
-
-def _evenly(window: prompts.Window, T: int) -> np.ndarray:
-    """The same under uniform causal attention: position j receives the sum over i >= j of 1 / (i + 1)."""
-    received = np.cumsum((1.0 / np.arange(1, T + 1))[::-1])[::-1]
-    first, last = window.keys[0], window.keys[-1]
-    return np.add.reduceat(received[first:last], np.array(window.keys[:-1]) - first) / np.diff(window.keys)
-
-
 def per_token(seen: Seen) -> np.ndarray:
-    """What the held query gives each token, else what each receives in the chosen head [T]; NaN outside the keys that are shown."""
+    """Weights of the query token, else the attention that each token receives [T]; NaN outside the shown keys."""
     edges = seen.window.keys
     shown = seen.received if seen.row is None else seen.row
-    found = np.full(len(seen.tokens), np.nan)
-    found[edges[0] : edges[-1]] = np.repeat(shown, np.diff(edges))
-    return found
+    values = np.full(len(seen.tokens), np.nan)
+    values[edges[0] : edges[-1]] = np.repeat(shown, np.diff(edges))
+    return values
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
@@ -238,62 +222,50 @@ def cells(edges: list[int], tokens: list[str]) -> list[str]:
     return [f"{a}:{short(tokens[a])}" if b == a + 1 else f"{a}–{b - 1}" for a, b in pairs]
 
 
-def short(token: str, most: int = 12) -> str:
-    """A token, cut where it is long."""
-    return token if len(token) <= most else token[: most - 1] + "…"
-
-
-def where(choice: Choice, found: list[Seen]) -> str:
-    """Which head, and what a cell of its map is."""
-    of = "" if choice.branch is None else f", keys of {whose(choice.branch)} alone"
-    return f"layer {choice.layer}, head {choice.head}{of}; {cell(choice, found)}"
+def where(choice: Choice, patterns: list[Seen]) -> str:
+    """The selected head, and the meaning of a cell of its map."""
+    of = "" if choice.branch is None else f", keys of {whose(choice.branch)} only"
+    return f"layer {choice.layer}, head {choice.head}{of}; {cell_words(choice, patterns)}"
 
 
 def whose(branch: str) -> str:
-    """Whose keys a set of them is, in words: `own`, `first`, `cross`, `cross.2`."""
+    """The layer that a set of keys comes from, in words: `own`, `first`, `cross`, `cross.2`."""
     layer = branch.partition(".")[2]
     return "the layer itself" if branch == "own" else f"layer {layer}" if layer else "the first layer"
 
 
-def cell(choice: Choice, found: list[Seen]) -> str:
-    """What a cell of the map is."""
-    window = found[0].window
+def cell_words(choice: Choice, patterns: list[Seen]) -> str:
+    """The meaning of a cell of the map."""
+    window = patterns[0].window
     if window.exact:
-        return "each cell is one weight"
+        return "cell: one weight"
     sizes = [int(np.diff(edges).max()) for edges in (window.queries, window.keys)]
-    return f"a cell is up to {sizes[0]} queries by {sizes[1]} keys and shows {POOLS[choice.pool]}"
-
-
-def _named(choice: Choice, found: list[Seen]) -> list[tuple[str, Seen]]:
-    return [(s.subject.title, s) for s in found]
+    return f"cell: up to {sizes[0]} queries by {sizes[1]} keys, {POOLS[choice.pool]}"
 
 
 # ---- the views -------------------------------------------------------------------------------------------------------
 
 
-MAX_ROWS = 100_000  # of a table of pictures
-
-
 @view("attention")
 def overview(source: Source, link: Link) -> Drawing:
-    """All layers and heads: a small picture of each head's attention, queries downwards, keys to the right."""
-    choice, found = seen(source, link)
-    parts = [(title, s.overview.tiles) for title, s in _named(choice, found)]
+    """A small attention map of every head: queries downwards, keys to the right."""
+    choice, patterns = seen(source, link)
+    parts = [(s.subject.title, s.overview.tiles) for s in patterns]
     alike = choice.alike and len({p[1].shape for p in parts}) == 1
     top = 1.0 if choice.scale == "one" else max(brightest(tiles) for _, tiles in parts)
     figure = figures.tiles(parts, top, root=choice.scale == "root", minus=alike)
     strongest = []
-    for title, s in _named(choice, found):
+    for s in patterns:
         sinkiest = s.overview.statistics.sort_values("sink_mass").iloc[-1]
         strongest.append(
-            f"{title}: most attention to the first token in layer {int(sinkiest['layer'])}, head {int(sinkiest['head'])} "
-            f"({sinkiest['sink_mass']:.2f} of it; {s.overview.uniform['sink_mass']:.2f} if spread evenly)"
+            f"{s.subject.title}: strongest sink in layer {int(sinkiest['layer'])}, head {int(sinkiest['head'])} "
+            f"(mass {sinkiest['sink_mass']:.2f}; uniform attention {s.overview.uniform['sink_mass']:.2f})"
         )
     return Drawing(figure, _tile_table(parts), ". ".join(strongest) + ".")
 
 
 def _tile_table(parts: list[tuple[str, np.ndarray]]) -> pd.DataFrame:
-    """A row for each cell on and below the diagonal of each head's picture [layer, head, query, key]."""
+    """A row for each cell on and below the diagonal of the map of a head [layer, head, query, key]."""
     frames = []
     for title, tiles in parts:
         row, column = np.tril_indices(tiles.shape[-1])
@@ -305,20 +277,22 @@ def _tile_table(parts: list[tuple[str, np.ndarray]]) -> pd.DataFrame:
 
 @view("attention")
 def weights(source: Source, link: Link) -> Drawing:
-    """The map of one head: how much each token (row) attends to each earlier one (column)."""
-    choice, found = seen(source, link)
+    """Attention map of one head: from each query token (row) to each key token (column)."""
+    choice, patterns = seen(source, link)
     parts: list[tuple[str, plots.Grid]] = []
-    top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in found)
-    for title, s in _named(choice, found):
+    top = 1.0 if choice.scale == "one" else max(brightest(s.window.weights, s.window.queries[0]) for s in patterns)
+    for s in patterns:
         rows, columns = cells(s.window.queries, s.tokens), cells(s.window.keys, s.tokens)
-        if not choice.alike:  # told apart: other prompts are not subtracted, even where they begin alike
+        if not choice.alike:  # other names: maps of different tokens are not subtracted
             columns[0] += "\u200b" * len(parts)
         grid = plots.Grid(
             s.window.weights, rows, columns, "attention", "query: who attends", "key: where attention goes",
             span=(0.0, top), upward=False,
         )  # fmt: skip
-        parts.append((title, grid))
-    figure = plots.grids(parts, "Attention", where(choice, found))
+        parts.append((s.subject.title, grid))
+    figure = plots.grids(parts, "Attention", where(choice, patterns))  # whose titles name the columns of the CSV file
+    figure.for_each_xaxis(lambda axis: axis.update(title_text="key token" if axis.title.text else ""))
+    figure.for_each_yaxis(lambda axis: axis.update(title_text="query token" if axis.title.text else ""))
     if choice.scale == "root":
         figures.lifted(figure)
     return Drawing(figure, plots.grid_table(parts))
@@ -326,26 +300,24 @@ def weights(source: Source, link: Link) -> Drawing:
 
 @view("attention")
 def received(source: Source, link: Link) -> Drawing:
-    """How much attention each token receives from all that follow, beside attention that is spread evenly."""
-    choice, found = seen(source, link)
-    lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in found]
-    figure = figures.received(
-        lines, f"layer {choice.layer}, head {choice.head}; all queries of the prompt", minus=choice.alike
-    )
-    names = ("key", "received, queries", f"{EVENLY}, queries")
+    """Attention that each token receives from itself and all later ones, beside uniform attention."""
+    choice, patterns = seen(source, link)
+    lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in patterns]
+    figure = figures.received(lines, f"layer {choice.layer}, head {choice.head}; all queries", minus=choice.alike)
+    names = ("key", "received, queries", f"{UNIFORM}, queries")
     table = [
         pd.DataFrame(dict(zip(names, line[1:], strict=True))).assign(model=s.subject.title)
-        for line, s in zip(lines, found, strict=True)
+        for line, s in zip(lines, patterns, strict=True)
     ]
     return Drawing(figure, pd.concat(table, ignore_index=True)[["model", *names]])
 
 
 @view("attention")
 def query(source: Source, link: Link) -> Drawing:
-    """Where one query looks: the held one, else the last of the window."""
+    """Attention of one query: the selected one, else the last of the window."""
     link = link if link.text("lock") is not None else link.but(lock=options(source, link).queries[1])
-    choice, found = seen(source, link)
-    held = [(s, s.row) for s in found if s.row is not None]
+    choice, patterns = seen(source, link)
+    held = [(s, s.row) for s in patterns if s.row is not None]
     bars = [(s.subject.series, cells(s.window.keys, s.tokens), row) for s, row in held]
     at = int(choice.lock or 0)
     under = f"query {at}: {short(choice.tokens[0][at])}; layer {choice.layer}, head {choice.head}"
@@ -359,29 +331,29 @@ def query(source: Source, link: Link) -> Drawing:
 
 @view("attention")
 def numbers(source: Source, link: Link) -> Drawing:
-    """Entropy, effective keys and attention to the first token, of each head, beside attention that is spread evenly."""
-    choice, found = seen(source, link)
-    parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in found]
+    """Entropy, effective keys and sink mass per head, beside uniform attention."""
+    choice, patterns = seen(source, link)
+    parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in patterns]
     figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, {MEANS}")
-    return Drawing(figure, statistics(found))
+    return Drawing(figure, statistics(patterns))
 
 
-def statistics(found: list[Seen]) -> pd.DataFrame:
-    """A row for each head of each subject, and how it were with attention spread evenly; with two, A minus B."""
+def statistics(patterns: list[Seen]) -> pd.DataFrame:
+    """A row for each head and for uniform attention, by subject; with two subjects also A minus B."""
     columns = ["model", "layer", "head", *STATISTICS]
     rows = []
-    for s in found:
+    for s in patterns:
         rows.append(s.overview.statistics.assign(model=s.subject.title))
-        rows.append(pd.DataFrame([s.overview.uniform | {"model": f"{s.subject.title}, {EVENLY}"}]))
-    if len(found) == 2:
-        a, b = (s.overview.statistics.set_index(["layer", "head"])[list(STATISTICS)] for s in found)
+        rows.append(pd.DataFrame([s.overview.uniform | {"model": f"{s.subject.title}, {UNIFORM}"}]))
+    if len(patterns) == 2:
+        a, b = (s.overview.statistics.set_index(["layer", "head"])[list(STATISTICS)] for s in patterns)
         rows.append((a - b).dropna(how="all").reset_index().assign(model=plots.MINUS))
     table = pd.concat(rows, ignore_index=True)[columns]
     return table.astype({"layer": "Int64", "head": "Int64"})
 
 
 def brightest(weights: np.ndarray, first: int = 0) -> float:
-    """The largest weight [..., query, key] behind the first query of a prompt, which sees nothing but itself."""
+    """The largest weight [..., query, key] after the first query of a prompt, which attends to itself alone."""
     rest = weights[..., 1:, :] if first == 0 and weights.shape[-2] > 1 else weights
-    seen = rest[np.isfinite(rest)]
-    return float(seen.max()) or 1.0 if seen.size else 1.0
+    finite = rest[np.isfinite(rest)]
+    return float(finite.max()) or 1.0 if finite.size else 1.0

@@ -1,4 +1,4 @@
-"""How a view is registered: `@view` on a function of a source and a link that returns a drawing."""
+"""Views: functions of a source and a link that return a drawing, registered by `@view`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """A figure, the table behind it, and a sentence that reads it, as plain text."""
+    """A figure, its table, and a sentence about it, as plain text."""
 
     figure: go.Figure
     table: pd.DataFrame
     sentence: str = ""
 
     def __post_init__(self) -> None:
-        # rows of a larger table come with their places in it, which Arrow would take for a column
+        # the index of a part of a larger table would become a column in Arrow
         object.__setattr__(self, "table", self.table.reset_index(drop=True))
 
 
+ONE_SEED = "1 seed: no statement about architectures"
+"""Beside a comparison of two models of one seed."""
 View = Callable[["Source", Link], Drawing]
 VIEWS: dict[str, dict[str, View]] = {}
 
@@ -49,18 +51,18 @@ def view(page: str) -> Callable[[View], View]:
 
 
 def views_of(page: str, only: str | None = None) -> dict[str, View]:
-    """The views of a page by name, or one of them; raises `UnknownName` for another."""
+    """Return the views of a page by name, or one of them."""
     import importlib
 
     importlib.import_module(f"workbench.views.{page}")
-    found = VIEWS[page]
-    if only is not None and only not in found:
-        raise UnknownName(f"view of page {page}", only, found)
-    return {only: found[only]} if only else dict(found)
+    views = VIEWS[page]
+    if only is not None and only not in views:
+        raise UnknownName(f"view of page {page}", only, views)
+    return {only: views[only]} if only else dict(views)
 
 
 def drawings(source: Source, link: Link, only: str | None = None) -> Iterator[tuple[str, Drawing]]:
-    """(name, drawing) of all views of the link's page, or of one; raises `UnknownName` for another."""
+    """Yield (name, drawing) of all views of the link's page, or of one."""
     for name, function in views_of(link.page, only).items():
         yield name, function(source, link)
 
@@ -68,10 +70,10 @@ def drawings(source: Source, link: Link, only: str | None = None) -> Iterator[tu
 def timelapse(
     function: View, source: Source, link: Link, progress: Callable[[int, int], None] | None = None
 ) -> Drawing:
-    """A view at each step that model A has a checkpoint of, as one figure that plays.
+    """Return a view at each checkpoint of model A as one animated figure.
 
-    B goes along where both were chosen at one step, and stands still where they were not: two steps of one run would differ
-    by nothing otherwise. Raises `WorkbenchError` where fewer than two steps can be drawn, or all of them alike.
+    B follows A's step if both are selected at one step, and keeps its step otherwise. Raises `WorkbenchError` if fewer than two steps
+    can be drawn, or all are equal.
     """
     subjects = source.subjects(link)
     steps, made, left = list(subjects[0].entry.steps), [], {}
@@ -80,19 +82,19 @@ def timelapse(
     for i, step in enumerate(steps):
         try:
             made.append((f"step {step}", function(source, link.but(step=step, step_b=step if along else still))))
-        except WorkbenchError as reason:  # not every step was measured
+        except WorkbenchError as reason:  # this step was not measured
             left[step] = str(reason)
         if progress is not None:
             progress(i + 1, len(steps))
     why = f"step {', '.join(map(str, left))}: {next(iter(left.values()))}" if left else ""
     if len(made) < 2:
-        raise WorkbenchError(f"only {len(made)} of {len(steps)} checkpoints can be drawn here, too few to play; {why}")
+        raise WorkbenchError(f"only {len(made)} of {len(steps)} checkpoints can be drawn, too few to play; {why}")
     first = made[0][1].table
     if all(d.table.equals(first) for _, d in made):
-        raise WorkbenchError("this figure is the same at every checkpoint of model A, so there is nothing to play")
+        raise WorkbenchError("the figure is equal at every checkpoint of model A, so there is nothing to play")
     figure = plots.timelapse([(label, drawing.figure) for label, drawing in made])
     table = pd.concat([d.table.assign(frame=label) for label, d in made], ignore_index=True)
-    notes = [f"B stands still at step {still}."] if still is not None and not along else []
+    notes = [f"B stays at step {still}."] if still is not None and not along else []
     if left:
-        notes.append(f"{len(left)} of {len(steps)} checkpoints cannot be drawn here and are left out: {why}")
+        notes.append(f"{len(left)} of {len(steps)} checkpoints cannot be drawn and are left out: {why}")
     return replace(made[-1][1], figure=figure, table=table, sentence=" ".join(notes))

@@ -1,29 +1,29 @@
-"""Any measure over layers: for the runs of an experiment, or for model A and model B."""
+"""Any measure over layers, for the runs of an experiment or for models A and B, and the documents behind a number."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pandas as pd
 
-from workbench import plots
+from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.models.registry import label
 from workbench.plots import documents as drawn
 from workbench.runs.catalogue import Entry
-from workbench.runs.records import one_sample
-from workbench.views import documents
-from workbench.views.base import Drawing, view
+from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
+from workbench.runs.run import Run
+from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
-from workbench.views.measures import PLAIN, Measure, pick, placed, varied
-from workbench.views.source import Source, Subject
+from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
+from workbench.views.source import LETTERS, Source, Subject
 
 FORMS = {
-    "auto": "as its axes suggest", "profile": "lines over layers", "positions": "map: layer by position",
-    "heads": "map: layer by head", "ranks": "curves over ranks, for each layer", "pairs": "map: layer by layer",
-    "steps": "lines over training steps",
+    "auto": "automatic", "profile": "lines over layers", "positions": "map: layer by position", "heads": "map: layer by head",
+    "ranks": "curves over ranks", "pairs": "map: layer by layer", "steps": "lines over training steps",
 }  # fmt: skip
 AXES = {
     "profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "pairs": "source", "steps": "step",
@@ -32,12 +32,13 @@ MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 METRIC = "token_identity_share"
 FIRST = (METRIC, "sink_mass", "loss")
-"""Measures that are shown first, as far as they are stored."""
+"""Measures that are shown by default, the first that is stored."""
+MOST, OPENING = 10, 48  # documents that are shown; tokens of an excerpt, roughly
 
 
 @dataclass(frozen=True)
-class Options(Measure):
-    """What there is to choose from, and what is chosen."""
+class DepthOptions(Measure):
+    """The selected measure, and how and where it is drawn."""
 
     forms: list[str]
     form: str
@@ -48,59 +49,41 @@ class Options(Measure):
 
     @property
     def has_course(self) -> bool:
-        """Whether a mean over layers says something at each of several steps: ranks and pairs of layers have none."""
+        """True if the mean over layers makes sense over training; ranks and pairs of layers have no mean."""
         return "steps" in self.forms and self.form != "steps" and not {"ranks", "pairs"} & set(self.forms)
 
     @property
     def is_map(self) -> bool:
-        """Whether it is drawn as maps, each a panel of its own."""
+        """True if it is drawn as maps, one panel each."""
         return self.form in MAPS or (self.form == "auto" and not {*MAPS}.isdisjoint(self.forms))
 
 
-def _unmeasured(runs: Sequence[Entry]) -> str:
-    if all(e.kind == "recorded" for e in runs):
-        return "a recording holds no checkpoints to measure: what was recorded is on the Training page"
-    if all(e.shipped for e in runs):
-        return "these runs are shipped without weights, and nothing was measured on them: the Training page shows them"
-    given = " --text FILE" if runs[0].imported else ""
-    return (
-        "nothing has been measured on these runs yet. In a terminal: "
-        f"workbench measure {shlex.quote(runs[0].path)} -m {METRIC} --steps all{given}"
-    )
-
-
-def options(source: Source, link: Link) -> Options:
-    """The choices of a link, the absent ones at their defaults; raises `WorkbenchError` for what is not there."""
+def options(source: Source, link: Link) -> DepthOptions:
+    """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     metrics = sorted({m for e in runs for m in e.measured})
     if not metrics:
-        raise WorkbenchError(_unmeasured(runs))
-    metric = pick("measure", link.text("metric"), metrics, next((m for m in FIRST if m in metrics), metrics[0]))
+        raise WorkbenchError(unmeasured(runs, "records", METRIC))
+    metric = link.choice("metric", metrics, next((m for m in FIRST if m in metrics), None), "measure")
     rows = source.records(runs, [metric])
     if rows.empty:
         raise WorkbenchError(f"the records of {metric.replace('_', ' ')} cannot be read")
-    sites = sorted(rows["site"].dropna().unique())
-    site = pick("place", link.text("site"), sites, "own_v") if sites else None
-    rows = placed(rows, site)
-    variants = [PLAIN] * bool((rows["variant"].isna() & rows["control"].isna()).any()) + sorted(
-        rows["variant"].dropna().unique()
-    )
-    variant = pick("variant", link.text("variant"), variants, PLAIN)
-    rows = varied(rows, variant)
+    measure = select(link, metrics, metric, rows, rows)
+    rows = measure.rows
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
-    form = pick("view", link.text("view"), forms, "auto")
+    form = link.choice("view", forms)
     seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
-    seed = pick("seed", link.text("seed"), seeds, "all")
+    seed = link.choice("seed", seeds)
     steps = sorted(int(s) for s in rows["step"].dropna().unique())
     step = None
     if steps and form != "steps":
         asked = link.whole("step")
         step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
-    return Options(metrics, metric, sites, site, variants, variant, rows, forms, form, seeds, seed, steps, step)
+    return DepthOptions(**vars(measure), forms=forms, form=form, seeds=seeds, seed=seed, steps=steps, step=step)
 
 
 def about(metric: str) -> str:
-    """What a measure or an experiment is, as its docstring says."""
+    """The docstring of a measure or an intervention."""
     import inspect
 
     from workbench.interventions import INTERVENTIONS
@@ -113,23 +96,26 @@ def about(metric: str) -> str:
 @view("depth")
 def layers(source: Source, link: Link) -> Drawing:
     """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
-    chosen, compare = options(source, link), link.on("compare")
-    form = None if chosen.form == "auto" else chosen.form
-    parts, sentences = _parts(source, link, chosen, form), list[str]()
-    more_seeds = _more_seeds(source, chosen, source.subjects(link), form) if compare else []
-    if gone := [label(name) for name, part in parts.items() if part.empty]:
-        sentences.append(f"Nothing of this is stored for {', '.join(gone)}.")
-    found = [part for part in parts.values() if len(part)] or list(parts.values())[:1]
-    relative = link.on("depth") and (form or plots.form_of(pd.concat(found))) == "profile"
+    selected, compare = options(source, link), link.on("compare")
+    form = None if selected.form == "auto" else selected.form
+    parts, sentences = _parts(source, link, selected, form), list[str]()
+    subjects = source.subjects(link) if compare else []
+    more_seeds = _more_seeds(source, selected, subjects, form) if compare else []
+    if not more_seeds and len({s.entry.architecture for s in subjects}) > 1:
+        sentences.append(f"{ONE_SEED}.")
+    if absent := [label(name) for name, part in parts.items() if part.empty]:
+        sentences.append(f"No records of {', '.join(absent)}.")
+    stored = [part for part in parts.values() if len(part)] or list(parts.values())[:1]
+    relative = link.on("depth") and (form or plots.form_of(pd.concat(stored))) == "profile"
     if relative:
-        found = [_relative(part) for part in found]
+        stored = [_relative(part) for part in stored]
         more_seeds = [(_relative(a), _relative(b)) for a, b in more_seeds]
     elif link.on("depth"):
-        sentences.append("Relative depth is for lines over layers.")
-    title = _title(chosen, None if compare else chosen.step)
-    everything = pd.concat(found, ignore_index=True)
+        sentences.append("Relative depth applies to lines over layers only.")
+    title = _title(selected, None if compare else selected.step)
+    everything = pd.concat(stored, ignore_index=True)
     figure = (
-        plots.compared(found, more_seeds, form=form, title=title)
+        plots.compared(stored, more_seeds, form=form, title=title)
         if compare
         else plots.plot(everything, form=form, title=title)
     )
@@ -140,75 +126,75 @@ def layers(source: Source, link: Link) -> Drawing:
 
 @view("depth")
 def course(source: Source, link: Link) -> Drawing:
-    """How the measure came about: at every step it was measured at, the layer of the link or the mean over layers."""
-    chosen, layer = options(source, link), link.whole("layer")
-    if not chosen.has_course:
-        raise WorkbenchError("this measure has no course over training: one step, or an axis that has no mean")
-    rows = pd.concat(_parts(source, link, chosen, "steps").values(), ignore_index=True)
-    mine = rows[rows["layer"] == layer] if layer is not None else rows[:0]
+    """The measure over training: the link's layer, else the mean over layers."""
+    selected, layer = options(source, link), link.whole("layer")
+    if not selected.has_course:
+        raise WorkbenchError("this measure has no course over training: one step only, or an axis without a mean")
+    rows = pd.concat(_parts(source, link, selected, "steps").values(), ignore_index=True)
+    of_layer = rows[rows["layer"] == layer] if layer is not None else rows[:0]
     means_of = "mean over layers, " if rows["layer"].nunique() > 1 else ""
-    rows, of = (mine, f"layer {layer}, ") if len(mine) else (rows, means_of)
+    rows, of = (of_layer, f"layer {layer}, ") if len(of_layer) else (rows, means_of)
     within = ["layer", "head", "position", "value", "se"]
     means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
     rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
-    title = f"{_title(chosen, None)}{f': {of}' if of else ' '}over training"
+    title = f"{_title(selected, None)}{f': {of}' if of else ' '}over training"
     return Drawing(plots.plot(rows, form="steps", title=title), rows)
 
 
-def _parts(source: Source, link: Link, chosen: Options, form: str | None) -> dict[str, pd.DataFrame]:
-    """The rows of A and B, or of each chosen model over its seeds, by name."""
+def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None) -> dict[str, pd.DataFrame]:
+    """The rows of A and B, or the rows per selected model over its seeds, by name."""
     if link.on("compare"):
-        return {s.title: _of(chosen.rows, s, form) for s in source.subjects(link)}
-    rows = chosen.rows if chosen.seed == "all" else chosen.rows[chosen.rows["seed"] == int(chosen.seed)]
-    rows = one_sample(rows if chosen.step is None else _at(rows, chosen.step, form))
+        return {s.title: _of(selected.rows, s, form) for s in source.subjects(link)}
+    rows = selected.rows if selected.seed == "all" else selected.rows[selected.rows["seed"] == int(selected.seed)]
+    rows = one_sample(rows if selected.step is None else _at(rows, selected.step, form))
     return {name: rows[rows["architecture"] == name] for name in dict.fromkeys(e.series for e in source.chosen(link))}
 
 
 def _more_seeds(
-    source: Source, chosen: Options, subjects: Sequence[Subject], form: str | None
+    source: Source, selected: DepthOptions, subjects: Sequence[Subject], form: str | None
 ) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """The records of the same two, at the same steps, under every other seed that both have; none where A and B differ in seed."""
+    """Records of A's and B's models under every further common seed; empty if A and B differ in seed."""
     a, b = subjects
     if a.entry.seed != b.entry.seed:
         return []
-    kin = [
+    by_seed = [
         {e.seed: e for e in source.catalogue().entries if (e.group, e.series) == (s.entry.group, s.entry.series)}
         for s in subjects
     ]
-    found = []
-    for seed in sorted((kin[0].keys() & kin[1].keys()) - {a.entry.seed}):
-        entries = [entries[seed] for entries in kin]
-        rows = varied(placed(source.records(entries, [chosen.metric]), chosen.site), chosen.variant)
+    pairs = []
+    for seed in sorted((by_seed[0].keys() & by_seed[1].keys()) - {a.entry.seed}):
+        entries = [runs[seed] for runs in by_seed]
+        rows = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
         try:
             pair = [_of(rows, replace(s, entry=e), form) for s, e in zip(subjects, entries, strict=True)]
         except WorkbenchError:  # not measured at this step
             continue
         if all(map(len, pair)):
-            found.append((pair[0], pair[1]))
-    return found
+            pairs.append((pair[0], pair[1]))
+    return pairs
 
 
 def _of(rows: pd.DataFrame, subject: Subject, form: str | None) -> pd.DataFrame:
-    """Rows of a subject, under its name; none where its run has none."""
-    mine = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
-    return one_sample(_at(mine, subject.step, form)) if len(mine) else mine
+    own = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
+    return one_sample(_at(own, subject.step, form)) if len(own) else own
 
 
-def _title(chosen: Options, step: int | None) -> str:
-    """The measure, where it was taken, its variant, and the step: a figure is read without its page."""
-    title = chosen.metric.replace("_", " ").capitalize() + (f" of {plots.site(chosen.site)}" if chosen.site else "")
-    title += "" if chosen.variant == PLAIN else f", {plots.site(chosen.variant)}"
+def _title(selected: DepthOptions, step: int | None) -> str:
+    """Measure, site, variant and step, so that a figure can be read without its page."""
+    title = selected.metric.replace("_", " ").capitalize() + (
+        f" of {plots.site(selected.site)}" if selected.site else ""
+    )
+    title += "" if selected.variant == PLAIN else f", {plots.site(selected.variant)}"
     return title if step is None else f"{title}, step {step}"
 
 
 def _relative(rows: pd.DataFrame) -> pd.DataFrame:
-    """Layers as a share of their run's depth, so that models of different depths lie over each other."""
     deepest = rows.groupby("run")["layer"].transform("max").clip(lower=1)
     return rows.assign(layer=rows["layer"].astype("float64") / deepest.astype("float64"))
 
 
 def _at(rows: pd.DataFrame, step: int, form: str | None) -> pd.DataFrame:
-    """Rows of a step; in lines over layers those of step 0 beside them."""
+    """Rows of a step; for lines over layers also the rows of step 0."""
     if form == "steps" or rows["step"].isna().all():
         return rows
     here = rows[rows["step"] == step]
@@ -220,40 +206,119 @@ def _at(rows: pd.DataFrame, step: int, form: str | None) -> pd.DataFrame:
     return here if maps else rows[rows["step"].isin([0, step])]
 
 
-# ---- the documents behind a number -----------------------------------------------------------------------------------
+# ---- documents behind a number ---------------------------------------------------------------------------------------
 
 
-def cell(source: Source, link: Link) -> documents.Cell:
-    """The number of model A that the link's `layer` and `head` mean, with the value of each document behind it."""
-    chosen = options(source, link)
-    asked = link.text("a")
+@dataclass(frozen=True)
+class Behind:
+    """The values of single documents behind a number: of a layer and a head, of a layer's mean, or of the model (both None)."""
+
+    entry: Entry
+    step: int
+    layers: list[int]
+    """Layers with values of single documents."""
+    heads: list[int]
+    layer: int | None
+    head: int | None
+    values: pd.Series
+    """One value per document, by its number in the data."""
+    T: int
+    """Tokens per document."""
+    provenance: str
+    unit: str
+
+
+def number_behind(source: Source, link: Link) -> Behind:
+    """Return the values of single documents behind model A's number at the link's `layer` and `head`.
+
+    Without them the last layer, and all heads. Raises `WorkbenchError` if no values of single documents are stored.
+    """
+    selected, asked = options(source, link), link.text("a")
     runs = source.chosen(link) if asked is None else [source.catalogue().entry(asked)]
-    mine = [e for e in runs if chosen.rows["run"].eq(e.name).any()]
-    if not mine:
-        raise WorkbenchError(f"nothing of {chosen.metric.replace('_', ' ')} is stored for {asked or 'these runs'}")
-    return documents.cell(source, link, chosen, mine[0], chosen.step)
+    entry = next((e for e in runs if selected.rows["run"].eq(e.name).any()), None)
+    name = selected.metric.replace("_", " ")
+    if entry is None:
+        raise WorkbenchError(f"no records of {name} for {asked or 'these runs'}")
+    shown = selected.rows[(selected.rows["run"] == entry.name) & selected.rows["control"].isna()]
+    shown = one_sample(shown if selected.step is None else shown[shown["step"] == selected.step])
+    rows = source.keep(
+        ("documents", entry.path, entry.stamp),
+        lambda: read_parquet(sorted(Path(entry.path).glob("records/*.samples.parquet")), SAMPLE_COLUMNS),
+    )
+    rows = of_variant(of_site(rows[rows["metric"] == selected.metric], selected.site), selected.variant)
+    rows = rows[rows["provenance"].isin(set(shown["provenance"].astype("str")))]
+    if rows.empty or rows["document"].isna().all():
+        again = f". To store them: workbench measure {shlex.quote(entry.path)} -m {selected.metric}"
+        raise WorkbenchError(f"no values of single documents of {name} in {entry.name}{'' if entry.shipped else again}")
+    layers, layer = _index(rows, "layer", link.whole("layer"))
+    layer = layers[-1] if layer is None and layers else layer
+    rows = rows if layer is None else rows[rows["layer"] == layer]
+    heads, head = _index(rows, "head", link.whole("head"))
+    rows = rows if head is None else rows[rows["head"] == head]
+    unit = str(shown["unit"].dropna().iloc[0]) if shown["unit"].notna().any() else ""
+    return Behind(
+        entry, int(rows["step"].iloc[0]), layers, heads, layer, head, rows.groupby("document")["value"].mean(),
+        int(shown["T"].dropna().iloc[0]), str(rows["provenance"].iloc[0]), unit,
+    )  # fmt: skip
+
+
+def _index(rows: pd.DataFrame, axis: str, asked: int | None) -> tuple[list[int], int | None]:
+    values = sorted(int(n) for n in rows[axis].dropna().unique())
+    if asked is not None and values and asked not in values:
+        raise WorkbenchError(f"{axis} {asked} has no values of single documents; choose from {values}")
+    return values, asked if values else None
 
 
 @view("depth")
 def behind(source: Source, link: Link) -> Drawing:
-    """The documents that pull a number of model A most, as far as each is from the mean, with how it begins."""
+    """The documents with the largest effect on a number of model A, with their distance from the mean and first words."""
     if not link.on("behind"):
         raise WorkbenchError("drawn with behind=1")
-    found, chosen = cell(source, link), options(source, link)
-    table, values = documents.pulling(source, found), found.values
-    at = "".join(f", {kind} {n}" for kind, n in (("layer", found.layer), ("head", found.head)) if n is not None)
-    measure = _title(chosen, None)
-    under = (
-        f"{label(found.entry.series)}, seed {found.entry.seed}, step {found.step}; the {len(table)} of {len(values)} documents that are "
-        "furthest from the mean, dotted"
+    number, selected = number_behind(source, link), options(source, link)
+    values = number.values
+    pull = (values - values.mean()) / len(values)
+    top = pull.abs().sort_values(ascending=False, kind="stable").head(MOST).index
+    texts = source.keep(
+        ("texts of documents", number.entry.path, number.entry.stamp, number.provenance), lambda: _texts(source, number)
     )
-    mine = chosen.rows[chosen.rows["run"] == found.entry.name]
+    table = pd.DataFrame(
+        [(int(n), float(values[n]), float(pull[n]), texts.get(int(n))) for n in top],
+        columns=["document", "value", "pull", "prompt"],
+    ).assign(run=number.entry.name, step=number.step, layer=number.layer, head=number.head, unit=number.unit)
+    at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
+    under = (
+        f"{label(number.entry.series)}, seed {number.entry.seed}, step {number.step}; the {len(table)} of {len(values)} documents "
+        "furthest from the mean (dotted)"
+    )
+    own = selected.rows[selected.rows["run"] == number.entry.name]
     figure = drawn.documents(
-        table, values.mean(), plots.colour(found.entry.series), f"{measure}{at}: documents behind it", under,
-        (found.unit, plots.reading(mine)),
+        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: documents", under,
+        (number.unit, plots.reading(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
     sentence = f"Mean {values.mean():.4g}; without these {len(table)} documents {without:.4g}."
     if table["prompt"].isna().all():
-        sentence += " Their texts are not here: they were measured on another sample than the run's own."
+        sentence += " No texts: the documents are not those of the run's own data."
     return Drawing(figure, table, sentence)
+
+
+def _texts(source: Source, number: Behind) -> dict[int, str]:
+    """The beginnings of the documents as prompts; empty if the hash differs from the run's own text."""
+    entry, run = number.entry, Run.open(number.entry.path)
+    if entry.imported:
+        return {}
+    try:
+        sample = run.data.sample(len(number.values), number.T)
+    except WorkbenchError:  # the text is not on this machine
+        return {}
+    if sample.hash != facts(number.provenance).get("data"):
+        return {}
+    rows = dict(zip(map(int, sample.documents), sample.ids.tolist(), strict=True))
+    if not entry.steps:  # shipped without weights
+        tokenizer = run.tokenizer
+        return {} if tokenizer is None else {n: str(tokenizer.decode(ids[:OPENING])) for n, ids in rows.items()}
+    step, letters = number.step if number.step in entry.steps else entry.steps[-1], LETTERS.get(entry.kind, 0)
+    model = source.model(Subject(entry, step))
+    return {
+        n: prompts.excerpt(model, ids, min(OPENING, len(ids) - 1), 0, letters=letters).text for n, ids in rows.items()
+    }

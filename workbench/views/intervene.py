@@ -1,10 +1,11 @@
-"""Change something inside a model and see what follows: one prompt before and after, every layer and head in turn."""
+"""Edits inside a model: one prompt before and after, one edit at every layer and head, and patching between two prompts."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -12,62 +13,67 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
-from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.views import patches  # noqa: F401  (views of this page)
-from workbench.views.answers import Answers, alone, answers_of, likeliest, second
+from workbench.errors import BadData, WorkbenchError
+from workbench.plots.style import BARS, at_least, pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import Source
+from workbench.views.positions import cell_names, quoted
+from workbench.views.source import Source, Subject, read_alike
 
 if TYPE_CHECKING:
     from workbench.interventions import Edit
 
+T = TypeVar("T")
+Answers = tuple[list[tuple[Subject, T]], list[str]]
 KIND = "values:how=zero"
-"""The kind of edit that boxes begin with; nothing is edited where the link does not say."""
-LEAKS = "later tokens flow in, so a loss can also fall"
-"""What a figure says of edits that mix positions without regard to what comes first."""
+"""The kind of edit that boxes begin with; a link without edits edits nothing."""
+LEAKS = "later tokens leak in, so a loss can also fall"
 OF = {
-    "loss": ("nats", "change of the mean loss over the prompt; above 0: it was needed"),
-    "logit": (
-        "logits",
-        "change of the chosen token's logit against the mean logit; below 0: it was pushed up from here",
-    ),
-    "probability": ("share", "change of the chosen token's probability"),
+    "loss": ("nats", "change of the mean loss over the prompt; above 0: the place was needed"),
+    "logit": ("logits", "change of the token's logit minus the mean logit; below 0: the place raised it"),
+    "probability": ("share", "change of the token's probability"),
 }
 OVER: tuple[prompts.Over, ...] = ("layer", "layer x head")
+PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
+MAX_TOKENS, FEW_TOKENS = 14, 6  # next tokens that are drawn; beneath a map
+AXIS, EACH = 80, 18  # pixels: of the axis below, of a token's bars
+MAP = 240  # pixels of the patching map
+
+
+# ---- edits as text ---------------------------------------------------------------------------------------------------
 
 
 def presets() -> dict[str, str]:
     """Edits to choose from, in words."""
-    from workbench.interventions.edits.kinds import PRESETS  # with it comes torch, which the page announces
+    from workbench.interventions.edits.kinds import PRESETS  # imports torch
 
     return PRESETS
 
 
 def kinds() -> dict[str, str]:
-    """The same where the number of a coefficient is chosen beside them."""
+    """The presets, for boxes with a slider for the coefficient."""
     return {text: words.replace(" to 0", " to a number") for text, words in presets().items()}
 
 
 def sweeps() -> dict[str, str]:
-    """Those that can be made at each layer in turn."""
+    """The presets that can be applied at each layer in turn."""
     return {text: words for text, words in presets().items() if not text.startswith("patch")}
 
 
 def parsed(text: str) -> list[Edit]:
-    """Edits from their text; raises what the parser refuses."""
+    """Parse edits; raises `WorkbenchError` for invalid text."""
     from workbench.interventions.edits.kinds import as_edits
 
     return as_edits(text)
 
 
 def has_heads(kind: str) -> bool:
-    """Whether a kind of edit can be made in some heads alone."""
+    """Return True if a kind of edit can be restricted to heads."""
     return all(edit.heads for edit in parsed(kind))
 
 
-def compose(kind: str, layers: Sequence[int], heads: Sequence[int], value: float | None = None) -> str:
-    """An edit as text from a kind and where it is made."""
+def edit_text(kind: str, layers: Sequence[int], heads: Sequence[int], value: float | None = None) -> str:
+    """An edit as text, from a kind, its layers and heads, and the value of a coefficient."""
     name, _, options = kind.partition(":")
     parts = {"layer": "/".join(map(str, sorted(layers))), "head": "/".join(map(str, sorted(heads)))}
     parts |= dict(part.split("=") for part in options.split(",") if part)
@@ -77,77 +83,152 @@ def compose(kind: str, layers: Sequence[int], heads: Sequence[int], value: float
     return f"{name}:{words}" if words else name
 
 
-def edits(link: Link) -> str:
-    """The edits of a link; raises what the parser refuses."""
-    text = link.text("edits") or ""
-    parsed(text)
-    return text
-
-
 def takes_from_second(text: str) -> bool:
-    """Whether any of these edits takes something from a second prompt; none does of a text that is no edits."""
+    """Return True if an edit reads a second prompt; False for invalid text."""
     try:
         return any(edit.reads_other for edit in parsed(text))
     except WorkbenchError:
         return False
 
 
-def _other(link: Link, text: str) -> str | None:
-    """The second prompt, where the edits read one."""
-    return second(link) if takes_from_second(text) else None
+def _second(link: Link) -> str:
+    text = link.text("other")
+    if not text:
+        raise BadData("this edit reads a second prompt: enter one")
+    return text
 
 
-def _means(text: str) -> str | None:
-    """The site whose table of means per token the edits read."""
-    return next((edit.reads_means for edit in parsed(text) if edit.reads_means), None)
+def _inputs(link: Link, text: str) -> dict[str, Any]:
+    """Further inputs of the edits: the second prompt, and the site whose means per token they use."""
+    means = next((edit.reads_means for edit in parsed(text) if edit.reads_means), None)
+    return {"other": _second(link) if takes_from_second(text) else None, "means": means}
 
 
-def _effects(source: Source, link: Link) -> Answers[prompts.Effect]:
-    text, prompt = edits(link), source.prompt(link)
-    other, means = _other(link, text), _means(text)
-    return answers_of(
-        source, link, lambda subject: source.query(prompts.edit_effect, subject, prompt, text, other=other, means=means)
+def _words(text: str) -> str:
+    """Edits in words, with a warning for edits that mix positions without regard to their order."""
+    words = presets().get(text, text.replace(";", " and ")) or "no edit"
+    return html.escape(f"{words} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else words, quote=False)
+
+
+# ---- answers of A and B ----------------------------------------------------------------------------------------------
+
+
+def _answers(source: Source, link: Link, question: Callable[[Subject], T]) -> Answers[T]:
+    """The answers of A and B, and why one of them has none; raises if neither has."""
+    answers, refused = list[tuple[Subject, T]](), list[str]()
+    subjects = source.subjects(link)
+    for subject in subjects:
+        try:
+            answers.append((subject, question(subject)))
+        except WorkbenchError as reason:
+            if len(subjects) == 1 or len(refused) == 1:
+                raise
+            refused.append(f"{subject.title} is left out: {reason}")
+    return answers, refused
+
+
+def _alone(answers: Sequence[tuple[Subject, Any]]) -> str:
+    """The name of a single model, which no legend gives."""
+    return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
+
+
+def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: int = MAX_TOKENS) -> Drawing:
+    """Bars of the `most` likeliest next tokens per model, before and after `change` (in words, may be empty)."""
+    effects, refused = answers
+    tops = [[e.top_before.head(most - most // 3), e.top_after, e.top_before] for _, e in effects]
+    own = [pd.concat(top).drop_duplicates("id").head(most) for top in tops]
+    alike = (
+        len(effects) == 2
+        and len({len(e.before) for _, e in effects}) == 1
+        and read_alike(*(s.entry for s, _ in effects))
     )
+    if alike:  # the same tokens for both, so that they can be compared
+        both = pd.concat([r.head(most // 2) for r in own]).drop_duplicates("id")
+        own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in effects]
+    panels = [(s.title, s.series, rows.assign(model=s.title)) for (s, _), rows in zip(effects, own, strict=True)]
+    if alike:
+        a, b = (rows[["before", "after"]] for _, _, rows in panels)
+        panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
+    figure = make_subplots(
+        1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
+        horizontal_spacing=0.04 if alike else 0.16,
+    )  # fmt: skip
+    for column, (name, series, rows) in enumerate(panels, 1):
+        names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
+        bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
+        for when, colour in bars.items() if change else [("after", bars["after"])]:
+            figure.add_bar(
+                y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
+                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
+            )  # fmt: skip
+        shared = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
+        unit = f"probability, {plots.MINUS}" if name == plots.MINUS else "probability"
+        figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
+        figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
+    figure.update_yaxes(autorange="reversed", type="category")
+    legend = f"pale: before; full: after; {change}; " if change else ""
+    plots.dressed(figure, title, f"{_alone(effects)}{legend}one text", AXIS + EACH * most)
+    if len(panels) > 1:
+        at_least(figure, BARS * len(panels))
+    table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
+    return Drawing(figure, table, ". ".join(refused))
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def _effects(source: Source, link: Link) -> tuple[str, Answers[prompts.Effect]]:
+    text, prompt = link.text("edits") or "", source.prompt(link)
+    inputs = _inputs(link, text)
+    return text, _answers(source, link, lambda s: source.query(prompts.edit_effect, s, prompt, text, **inputs))
 
 
 @view("intervene")
 def effect(source: Source, link: Link) -> Drawing:
-    """Loss of every token before and after the edits; as it is where there are none."""
-    answers, refused = _effects(source, link)
-    sentences, frames, edited = [], [], bool(parsed(edits(link)))
+    """Loss of every token before and after the edits; the plain loss without edits."""
+    edits, (answers, refused) = _effects(source, link)
+    sentences, frames, edited = [], [], bool(parsed(edits))
     bars: list[tuple[str, str, list[str], np.ndarray, Any]] = []
     for subject, e in answers:
-        tokens = source.tokens(subject, source.prompt(link))[1:]
-        names = [f"{i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens, 1)]
+        names = cell_names(source.tokens(subject, source.prompt(link))[1:], 1)
         change = e.loss_after - e.loss_before
         drawn = change if edited else e.loss_before
         bars.append((subject.title, plots.colour(subject.series), names, drawn, (e.loss_before, e.loss_after)))
         columns = {"token": names, "before": e.loss_before, "after": e.loss_after, "change": change}
         frames.append(pd.DataFrame({"model": subject.title, **columns}))
+        before, after = e.loss_before.mean(), e.loss_after.mean()
         sentences.append(
-            f"{subject.title}: loss {e.loss_before.mean():.3f} nats per token"
-            if not edited
-            else f"{subject.title}: loss {e.loss_before.mean():.3f} to {e.loss_after.mean():.3f} nats per token, change "
-            f"{_mean(change)}; the next token's distribution moved by {e.divergence:.3f} nats (KL){_silenced(e.loss_after)}"
+            f"{subject.title}: mean loss {before:.3f} to {after:.3f} nats, change {_mean(change)}; "
+            f"KL divergence of the next-token distribution {e.divergence:.3f} nats{_constant(e.loss_after)}"
+            if edited
+            else f"{subject.title}: mean loss {before:.3f} nats per token"
         )
     if len(bars) == 2 and bars[0][2] == bars[1][2]:
         minus = bars[0][3] - bars[1][3]
         bars.append((plots.MINUS, plots.colour(plots.MINUS), bars[0][2], minus, None))
         frames.append(pd.DataFrame({"model": plots.MINUS, "token": bars[0][2], "change": minus}))
-        sentences.append(f"{plots.MINUS}: {_mean(minus)}, above 0: it costs A more")
-    figure = _by_token(bars, "change of loss, nats" if edited else "loss, nats")
-    what = "What the change costs, token by token" if edited else "What each token costs: nothing is changed yet"
-    reading = f"{_words(edits(link))}; above 0: predicted worse than before" if edited else "higher: less expected"
-    plots.dressed(figure, what, f"{alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
+        sentences.append(
+            f"{plots.MINUS}: {_mean(minus)}, above 0: {'a larger change' if edited else 'a larger loss'} in A"
+        )
+    figure = _by_token(bars, "loss change (nats)" if edited else "loss (nats)")
+    title = "Loss change per token" if edited else "Loss per token, no edit"
+    reading = f"{_words(edits)}; above 0: predicted worse than before" if edited else "higher: less expected"
+    plots.dressed(figure, title, f"{_alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences + refused) + ".")
 
 
 def _mean(change: np.ndarray) -> str:
-    """The mean of a change over the tokens of one text, and how far they scatter."""
+    """Mean change over the tokens of one text, with its standard error."""
     if len(change) < 2:
         return f"{change.mean():+.3f} nats (one token)"
     se = change.std(ddof=1) / np.sqrt(len(change))
-    return f"{change.mean():+.3f} nats (standard error over the {len(change)} tokens of this one text: {se:.3f})"
+    return f"{change.mean():+.3f} nats (SE over the {len(change)} tokens of this text: {se:.3f})"
+
+
+def _constant(losses: np.ndarray) -> str:
+    """A warning if every token has one loss: the model then ignores the text."""
+    same = len(losses) > 1 and float(np.ptp(losses)) < 1e-4
+    return "; every token has the same loss now: the model ignores the text" if same else ""
 
 
 def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit: str) -> go.Figure:
@@ -174,28 +255,28 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit:
 @view("intervene")
 def next_token(source: Source, link: Link) -> Drawing:
     """The likeliest next tokens before and after the edits."""
-    answers, refused = _effects(source, link)
-    changed = edits(link)
-    title = "What comes next, before and after" if changed else "What comes next: nothing is changed yet"
-    return likeliest(answers, refused, title, _words(changed) if changed else "")
+    edits, answers = _effects(source, link)
+    return _likeliest(
+        answers, "Next token, before and after" if edits else "Next token", _words(edits) if edits else ""
+    )
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
 
 
 @view("intervene")
 def sweep(source: Source, link: Link) -> Drawing:
-    """One kind of change at every layer, or every layer and head, in turn."""
-    kind, over = link.text("sweep", KIND) or "", _over(link)
-    of = link.text("of", "loss") or "loss"
-    if of not in OF:
-        raise UnknownName("change of", of, OF)
+    """One kind of edit at every layer, or at every layer and head, in turn."""
+    kind, of, answer = link.text("sweep", KIND) or "", link.choice("of", OF, kind="change of"), link.whole("target")
+    over: prompts.Over = "layer" if link.choice("over", OVER, kind="sweep over") == "layer" else "layer x head"
     unit, about = OF[of]
-    answer = link.whole("target")
     if of != "loss" and answer is None:
         raise BadData(f"the change of a token's {of} needs the token: choose one")
-    other, means, prompt = _other(link, kind), _means(kind), source.prompt(link)
-    answers, refused = answers_of(
+    inputs, prompt = _inputs(link, kind), source.prompt(link)
+    answers, refused = _answers(
         source, link,
         lambda subject: source.query(
-            prompts.edit_sweep, subject, prompt, kind, over, answer=answer, other=other, means=means, progress=source.progress
+            prompts.edit_sweep, subject, prompt, kind, over, answer=answer, progress=source.progress, **inputs
         ),
     )  # fmt: skip
     parts, frames = [], []
@@ -207,45 +288,90 @@ def sweep(source: Source, link: Link) -> Drawing:
         grid = plots.Grid(values.reshape(len(rows), -1), rows, columns, unit, "layer", head)
         parts.append((subject.title, grid))
         frames.append(plots.grid_table([(subject.title, grid)]).assign(n=swept.n, loss_before=swept.loss_before))
-    if len(parts) == 2 and parts[0][1].values.shape == parts[1][1].values.shape:
+    alike = len(parts) == 2 and parts[0][1].values.shape == parts[1][1].values.shape
+    if alike:
         frames.append(plots.grid_table([(plots.MINUS, parts[0][1].minus(parts[1][1]))]).assign(n=answers[0][1].n))
     words = _words(kind)
-    title = f"{words[:1].upper()}{words[1:]}, one place at a time"
-    under = f"{alone(answers)}{about}; one text, no averaging"
-    colours = [plots.colour(s.series) for s, _ in answers]
-    figure = plots.grids(parts, title, under) if over == OVER[1] else _by_layer(parts, colours, title, under)
+    title, under = f"{words[:1].upper()}{words[1:]}, one place at a time", f"{_alone(answers)}{about}; one text"
+    if over == OVER[1]:
+        figure = plots.grids(parts, title, under)
+    else:
+        bars = [(name, grid, plots.colour(s.series)) for (name, grid), (s, _) in zip(parts, answers, strict=True)]
+        bars += [(plots.MINUS, parts[0][1].minus(parts[1][1]), plots.colour(plots.MINUS))] if alike else []
+        figure = go.Figure(
+            [go.Bar(x=list(g.rows), y=g.values[:, 0], name=name, marker_color=colour) for name, g, colour in bars]
+        )
+        figure.update_xaxes(title_text="layer", type="category")
+        plots.dressed(figure.update_yaxes(title_text=f"change ({unit})"), title, under, 320)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
 
 
-def _over(link: Link) -> prompts.Over:
-    over = link.text("over", OVER[0])
-    if over not in OVER:
-        raise UnknownName("sweep over", str(over), OVER)
-    return OVER[OVER.index(over)]
+# ---- patching --------------------------------------------------------------------------------------------------------
 
 
-def _by_layer(parts: Sequence[tuple[str, plots.Grid]], colours: Sequence[str], title: str, under: str) -> go.Figure:
-    """Bars over layers, and A - B beside them where both have as many layers."""
-    figure = go.Figure()
-    for (name, grid), colour in zip(parts, colours, strict=True):
-        figure.add_bar(x=list(grid.rows), y=grid.values[:, 0], name=name, marker_color=colour)
-    if len(parts) == 2 and len(parts[0][1].rows) == len(parts[1][1].rows):
-        minus = parts[0][1].minus(parts[1][1])
-        figure.add_bar(
-            x=list(minus.rows), y=minus.values[:, 0], name=plots.MINUS, marker_color=plots.colour(plots.MINUS)
+def _patch_sweep(source: Source, link: Link) -> tuple[str, Answers[prompts.PatchSweep]]:
+    """The patched site, and the share of the answer that each activation restores."""
+    right, wrong, other = link.whole("target"), link.whole("against"), _second(link)
+    if right is None or wrong is None:
+        raise BadData("patching compares two answers: choose a token for each prompt")
+    site = link.choice("site", PATCHED)
+    return site, _answers(
+        source, link,
+        lambda subject: source.query(
+            prompts.patch_sweep, subject, source.prompt(link), other, (right, wrong), site, progress=source.progress
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PatchedActivation:
+    """A layer and a position; the number of layers, and the largest share that each position restores."""
+
+    layer: int
+    position: int
+    layers: int
+    restored: np.ndarray
+
+
+def patched_activation(source: Source, link: Link) -> PatchedActivation:
+    """The link's activation, else the one that restores most."""
+    (_, first), *_ = _patch_sweep(source, link)[1][0]
+    values = np.nan_to_num(first.restored, nan=-np.inf)
+    best = np.unravel_index(values.argmax(), values.shape)
+    layer, position = (link.whole(key, int(n)) for key, n in zip(("layer", "position"), best, strict=True))
+    if layer not in range(len(values)) or position not in range(values.shape[1]):
+        raise BadData(
+            f"layer {layer}, position {position}: there are {values.shape[0]} layers and {values.shape[1]} positions"
         )
-    figure.update_xaxes(title_text="layer", type="category")
-    figure.update_yaxes(title_text=f"change, {parts[0][1].unit}")
-    return plots.dressed(figure, title, under, 320)
+    return PatchedActivation(int(layer or 0), int(position or 0), len(values), values.max(0).clip(0))
 
 
-def _silenced(losses: np.ndarray) -> str:
-    """What a loss that no token differs in means: that of a guess among all tokens, which says nothing of the change."""
-    same = len(losses) > 1 and float(np.ptp(losses)) < 1e-4
-    return "; every token costs the same now: the model guesses, and its loss is no result" if same else ""
+@view("intervene")
+def patching(source: Source, link: Link) -> Drawing:
+    """The share of the first answer that each activation restores when it is patched into the second prompt."""
+    (site, (answers, refused)), at = _patch_sweep(source, link), patched_activation(source, link)
+    parts, leads = [], []
+    for subject, result in answers:
+        columns = cell_names(source.tokens(subject, _second(link)))
+        values = np.asarray(result.restored, dtype="float32")
+        rows = [str(n) for n in range(len(values))]
+        mark = (at.layer, at.position) if at.layer < len(rows) and at.position < len(columns) else None
+        parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
+        leads.append(
+            f"{subject.title}: logit difference {result.clean:+.2f} on the first text, {result.corrupted:+.2f} on the second"
+        )
+    under = f"{'; '.join(map(html.escape, leads))}; 1: fully restored; one pair of texts"
+    figure = plots.grids(parts, f"Patching {site.replace('_', ' ')}", under, height=MAP)
+    return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
 
 
-def _words(text: str) -> str:
-    """Edits in words; what they let in of later tokens is sentences."""
-    words = presets().get(text, text.replace(";", " and ")) or "nothing is changed"
-    return html.escape(f"{words} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else words, quote=False)
+@view("intervene")
+def patched(source: Source, link: Link) -> Drawing:
+    """The likeliest tokens after the second prompt, before and after one activation is patched."""
+    (site, _), at = _patch_sweep(source, link), patched_activation(source, link)
+    edit = f"patch:layer={at.layer},site={site},position={at.position}"
+    first, other = source.prompt(link), _second(link)
+    answers = _answers(source, link, lambda s: source.query(prompts.edit_effect, s, other, edit, other=first))
+    token = source.tokens(source.subjects(link)[0], other)[at.position]
+    where = f"{site.replace('_', ' ')} of layer {at.layer} at token {at.position}, {quoted(token)}, from the first text"
+    return _likeliest(answers, "Next token of the second text", where, FEW_TOKENS)

@@ -1,4 +1,4 @@
-"""Views that were kept, each with a note: one file beside the runs, redrawn from their links whenever they are looked at."""
+"""Pinned views with their notes: one file beside the runs, redrawn from their links."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Pin:
-    """One view of one link."""
+    """A pinned view: a link, the view's name, and a note."""
 
     link: str
     view: str
     note: str = ""
     kept: str = ""
-    """When, in UTC."""
+    """Time in UTC."""
 
     def draw(self, source: Source) -> Drawing:
-        """The view as the runs are now; raises `WorkbenchError` where it cannot be drawn any more."""
+        """Draw the view from the current runs."""
         link = Link.parse(self.link)
         return views_of(link.page, self.view)[self.view](source, link)
 
 
 def pins(folder: Path) -> list[Pin]:
-    """The pins of a folder of runs, the oldest first; raises `WorkbenchError` for a damaged file."""
+    """Return the pins of a folder of runs, the oldest first; raises `WorkbenchError` for a damaged file."""
     if not (folder / FILE).exists():
         return []
-    found = read_json(folder / FILE).get("pins")
+    stored = read_json(folder / FILE).get("pins")
     fields = Pin.__dataclass_fields__
-    good = isinstance(found, list) and all(
+    good = isinstance(stored, list) and all(
         isinstance(p, dict) and {"link", "view"} <= p.keys() <= fields.keys() and all(isinstance(v, str) for v in p.values())
-        for p in found
+        for p in stored
     )  # fmt: skip
     if not good:
-        raise BadData(f"{folder / FILE} does not hold pins; move it away and keep them anew")
-    return [Pin(**p) for p in found or ()]
+        raise BadData(f"{folder / FILE} holds no kept views; move it away and keep them again")
+    return [Pin(**p) for p in stored or ()]
 
 
 def keep(folder: Path, link: Link, view: str, note: str = "") -> None:
-    """Keep a view; the same one again has its note replaced. Raises `WorkbenchError` where the folder cannot be written."""
+    """Pin a view, or replace the note of its pin. Raises `WorkbenchError` if the folder is read-only."""
     with _LOCK:
         others = [p for p in pins(folder) if (p.link, p.view) != (str(link), view)]
         if len(others) >= MAX_PINS:
-            raise WorkbenchError(f"{MAX_PINS} views are kept already; let one go first")
+            raise WorkbenchError(f"{MAX_PINS} views are kept already; remove one first")
         now = datetime.now(UTC).isoformat(timespec="seconds")
         _write(folder, [*others, Pin(str(link), view, note[:MAX_NOTE], now)])
 
 
-def let_go(folder: Path, pin: Pin) -> None:
-    """Keep a pin no longer; nothing happens where it is gone already."""
+def remove(folder: Path, pin: Pin) -> None:
+    """Remove a pin; nothing happens if it is gone already."""
     with _LOCK:
         _write(folder, [p for p in pins(folder) if p != pin])
 
@@ -79,7 +79,7 @@ def _write(folder: Path, kept: Sequence[Pin]) -> None:
 
 
 def drawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | str]]:
-    """Each pin with its drawing, or with why it cannot be drawn any more."""
+    """Yield each pin with its drawing, or with the reason why it can no longer be drawn."""
     for pin in kept:
         try:
             yield pin, pin.draw(source)
@@ -88,7 +88,7 @@ def drawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | 
 
 
 def html(source: Source, kept: Sequence[Pin]) -> str:
-    """The pins as one offline page: notes, figures, sentences and numbers."""
+    """Return the pins as one offline page: notes, figures, sentences and numbers."""
     page = Page("Kept views", wide=True)
     page.add(heading("Kept views", 1))
     for pin, drawing in drawn(source, kept):
@@ -102,13 +102,13 @@ def html(source: Source, kept: Sequence[Pin]) -> str:
 
 
 def markdown(kept: Sequence[Pin]) -> str:
-    """The pins as notes, links and commands; what the file of pins holds is text in it, never Markdown."""
+    """Return the pins as notes and commands in Markdown, with their text escaped."""
     parts = [f"- {escaped(p.note or p.view)} ({escaped(p.kept)})\n\n      {_command(p, out=True)}\n" for p in kept]
     return "# Kept views\n\n" + "\n".join(parts)
 
 
 def notebook(folder: Path, kept: Sequence[Pin]) -> str:
-    """The pins as a notebook (nbformat 4.5) that redraws them."""
+    """Return the pins as a notebook (nbformat 4.5) that redraws them."""
     begin = (
         "from pathlib import Path\n\nfrom workbench.views import Source\nfrom workbench.views.pins import Pin\n\n"
         f"source = Source(Path({str(folder)!r}))"
@@ -121,12 +121,12 @@ def notebook(folder: Path, kept: Sequence[Pin]) -> str:
 
 
 def escaped(text: object) -> str:
-    """Any text as itself inside Markdown, on one line."""
+    """Return text escaped for Markdown, on one line."""
     return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
 
 
 def _command(pin: Pin, out: bool = False) -> str:
-    """The command that draws a pin, for a shell, on one line; options by `=`, so that no text becomes another option."""
+    """The shell command that draws a pin, on one line; `=` keeps text from becoming another option."""
     name = re.sub(r"[^\w-]+", "_", pin.view)
     words = [
         "workbench",

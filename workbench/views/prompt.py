@@ -1,4 +1,4 @@
-"""One text through one model or two: what each layer would say, what it carries, what comes next, and who said so."""
+"""One text through one model or two: next tokens, loss per token, logit lens, value norms, token identity, logit attribution."""
 
 from __future__ import annotations
 
@@ -12,159 +12,148 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.plots.grids import safe
 from workbench.views import follow  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.places import path_in_words, place, placed, position, quoted
+from workbench.views.positions import cell_names, own_position, own_positions, path_in_words, position, quoted
 from workbench.views.source import Source, Subject, read_alike
 
 WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
-"""Positions drawn at a time, and where each has a word in it; tokens to choose from and those drawn."""
+"""Most positions of a map, and of a map with a word in each cell; tokens to choose from and tokens drawn."""
 LENS = {
-    "probability": ("probability of what follows", "probability", (0.0, 1.0), "higher: it is read already"),
-    "rank": (
-        "rank of what follows", "tokens ahead", None,
-        "tokens likelier than the one that follows; 0: it leads; higher: worse",
-    ),
-    "entropy": ("how unsure it is", "nats", None, "entropy of the reading; lower: surer"),
-    "kl": ("distance to the real prediction", "nats", None, "KL divergence; lower: closer; 0 in the last row"),
-}  # fmt: skip
+    "probability": ("next token's probability", "probability", (0.0, 1.0), "higher: predicted already"),
+    "rank": ("next token's rank", "tokens ahead", None, "number of likelier tokens; 0: it leads; higher: worse"),
+    "entropy": ("entropy", "nats", None, "entropy of the layer's prediction; lower: more certain"),
+    "kl": ("distance from the prediction", "nats", None, "KL divergence; lower: closer; 0 in the last row"),
+}
 VALUES = {
-    "effective": ("Length of the effective values", "norm", None, "what attention sums, after the shortcut"),
-    "own": ("Length of the own values", "norm", None, "what the layer computes itself"),
-    "first_part": (
-        "Length of the first layer's part in the values", "norm", None, "the first layer's values times their coefficient",
-    ),
-    "cosine": (
-        "Own against effective values", "cosine", (-1.0, 1.0),
-        "cosine of the angle between them; 1: the shortcut does not turn the value; lower: it does",
-    ),
-    "stream": ("Length of the hidden state", "norm", None, "what the next layer reads; the last row: what the final norm reads"),
-}  # fmt: skip
-SITES = {"stream": "hidden state", "own_v": "own values", "v": "effective values"}
+    "effective": ("Norm of effective values", "norm", None, "what attention sums, after the shortcut"),
+    "own": ("Norm of own values", "norm", None, "what the layer computes"),
+    "first_part": ("Norm of the first layer's part", "norm", None, "the first layer's values times their coefficient"),
+    "cosine": ("Own and effective values, cosine", "cosine", (-1.0, 1.0), "1: the shortcut does not turn the value"),
+    "stream": ("Norm of the residual stream", "norm", None, "each layer's input; last row: the final norm's input"),
+}
+SITES = {"stream": "residual stream", "own_v": "own values", "v": "effective values"}
 
 
 def _window(source: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
-    at, length = place(source, link, subject), len(source.tokens(subject, source.prompt(link)))
+    """First and last + 1 of at most so many positions around the selected one."""
+    at, length = own_position(source, link, subject), len(source.tokens(subject, source.prompt(link)))
     if at is None:
         at = min(position(source, link)[0], length - 1)
     first = max(0, min(at - most // 2, length - most))
     return first, min(length, first + most)
 
 
-def _choose(link: Link, key: str, choices: dict[str, Any], default: str) -> str:
-    asked = link.text(key, default) or default
-    if asked not in choices:
-        raise UnknownName(key, asked, choices)
-    return asked
-
-
 def _map(
-    source: Source, link: Link, title: str, about: str, grid_of: Callable[[Subject, slice], plots.Grid], most: int
+    source: Source,
+    link: Link,
+    title: str,
+    about: str,
+    grid_of: Callable[[Subject, slice], plots.Grid],
+    most: int = WINDOW,
 ) -> Drawing:
-    """A map over layers and tokens for each subject, and what was left out of a long prompt."""
-    subjects = source.subjects(link)
-    windows = [_window(source, link, subject, most) for subject in subjects]
-    parts = [
-        (s.title, replace(grid_of(s, slice(*window)), mark=_marked(place(source, link, s), *window)))
-        for s, window in zip(subjects, windows, strict=True)
-    ]
+    """A map over layers and tokens for each subject; of a long prompt the positions around the selected one."""
+    parts, windows = [], []
+    for subject in source.subjects(link):
+        first, last = _window(source, link, subject, most)
+        at = own_position(source, link, subject)
+        mark = (None, at - first) if at is not None and first <= at < last else None
+        parts.append((subject.title, replace(grid_of(subject, slice(first, last)), mark=mark)))
+        windows.append((first, last))
     blank = [name for name, grid in parts if not np.isfinite(grid.values).any()]
     if len(blank) == len(parts):
-        raise WorkbenchError(f"nothing to draw: {' and '.join(blank)} without such a number; choose another")
+        raise WorkbenchError(f"nothing to draw: {' and '.join(blank)} has no such values; choose another site")
     parts = [(name, grid) for name, grid in parts if name not in blank]
-    (first, last), whole = windows[0], len(position(source, link)[1])
-    under = f"{about}; one text, no averaging"
-    if last - first < whole:
-        under += f"; positions {first} to {last - 1} of {whole}, around the chosen one"
-    sentence = f"{blank[0]} has no such number." if blank else ""
-    return Drawing(plots.grids(parts, title, under), plots.grid_table(parts), sentence)
+    (first, last), length = windows[0], len(position(source, link)[1])
+    under = f"{about}; one text"
+    if last - first < length:
+        under += f"; positions {first} to {last - 1} of {length}, around the selected one"
+    return Drawing(
+        plots.grids(parts, title, under), plots.grid_table(parts), f"{blank[0]} has no such values." if blank else ""
+    )
 
 
-def _marked(at: int | None, first: int, last: int) -> tuple[None, int] | None:
-    """The column of the chosen token, where the map has it."""
-    return (None, at - first) if at is not None and first <= at < last else None
+def _grid(
+    values: np.ndarray, tokens: Sequence[str], first: int, unit: str, span: tuple[float, float] | None, *, stream: bool,
+    texts: np.ndarray | None = None,
+) -> plots.Grid:  # fmt: skip
+    """Values [layer, position] as a map; of the residual stream [L + 1, position] the embedding is the first row."""
+    rows = [*(["embedding"] if stream else []), *map(str, range(len(values) - stream))]
+    return plots.Grid(
+        values, rows, cell_names(tokens, first), unit, "after layer" if stream else "layer", "token", texts, span
+    )
 
 
 @view("prompt")
 def lens(source: Source, link: Link) -> Drawing:
-    """What each layer would predict after each token, read off the stream with the model's own head."""
-    quantity = _choose(link, "quantity", LENS, "probability")
+    """Logit lens: the prediction per layer after each token, by the model's own output head."""
+    quantity = link.choice("quantity", LENS)
     words, unit, span, about = LENS[quantity]
     text = source.prompt(link)
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = source.query(prompts.logit_lens, subject, text, top=5, positions=window)
-        values = getattr(found, quantity)
-        texts = np.array([[cell[0] for cell in row] for row in found.top_tokens], dtype=object)
-        return plots.Grid(
-            values, _after(len(values)), _named(found.tokens, window.start), unit, "after layer", "token", texts, span
-        )
+        result = source.query(prompts.logit_lens, subject, text, top=5, positions=window)
+        texts = np.array([[cell[0] for cell in row] for row in result.top_tokens], dtype=object)
+        return _grid(getattr(result, quantity), result.tokens, window.start, unit, span, stream=True, texts=texts)
 
-    return _map(
-        source, link, "What each layer would say next", f"its likeliest token in the cell or on hover; colour: {words}; {about}",
-        grid_of, WORDS,
-    )  # fmt: skip
+    return _map(source, link, "Logit lens", f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS)
 
 
 @view("prompt")
 def values(source: Source, link: Link) -> Drawing:
-    """Length of the values and streams at each layer and token."""
-    kind = _choose(link, "site", VALUES, "effective")
+    """Norm of the values, or of the residual stream, by layer and token."""
+    kind = link.choice("site", VALUES)
     title, unit, span, about = VALUES[kind]
-    text, rows = source.prompt(link), _rows(kind)
+    text = source.prompt(link)
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = source.query(prompts.value_norms, subject, text)
-        array = getattr(found, kind)[:, window]
-        names, says = rows(len(array))
-        return plots.Grid(array, names, _named(found.tokens[window], window.start), unit, says, "token", span=span)
+        result = source.query(prompts.value_norms, subject, text)
+        array, tokens = getattr(result, kind)[:, window], result.tokens[window]
+        return _grid(array, tokens, window.start, unit, span, stream=kind == "stream")
 
-    return _map(source, link, title, about, grid_of, WINDOW)
+    return _map(source, link, title, about, grid_of)
 
 
 @view("prompt")
 def identity(source: Source, link: Link) -> Drawing:
-    """How well each vector still names its own token."""
-    site = {"own": "own_v", "stream": "stream"}.get(_choose(link, "site", VALUES, "effective"), "v")
-    text, rows, chance = source.prompt(link), _rows(site), []
+    """Rank of the own token of every vector among all tokens."""
+    site = {"own": "own_v", "stream": "stream"}.get(link.choice("site", VALUES), "v")
+    text, chance = source.prompt(link), []
 
     def grid_of(subject: Subject, window: slice) -> plots.Grid:
-        found = source.query(prompts.token_identity, subject, text, sites=(site,), positions=window)
-        chance.append(f"{found.chance:.3g}")
-        array = found.reciprocal_rank[site]
-        names, says = rows(len(array))
-        return plots.Grid(array, names, _named(found.tokens, window.start), "1 / rank", says, "token", span=(0.0, 1.0))
+        result = source.query(prompts.token_identity, subject, text, sites=(site,), positions=window)
+        chance.append(f"{result.chance:.3g}")
+        array = result.reciprocal_rank[site]
+        return _grid(array, result.tokens, window.start, "1 / rank", (0.0, 1.0), stream=site == "stream")
 
-    those = "embeddings" if site == "stream" else "first-layer values"
+    vectors = "embeddings" if site == "stream" else "first-layer values"
     drawing = _map(
-        source, link, f"Is the token still in the {SITES[site]}?",
-        f"rank of the token among the {those} of all tokens, nearest first; 1: it is the nearest; lower: it is hidden; nothing is "
-        "trained", grid_of, WINDOW,
+        source, link, f"Token identity in {SITES[site]}",
+        f"reciprocal rank of the token among the {vectors} of all tokens, nearest first; 1: nearest; nothing is trained", grid_of,
     )  # fmt: skip
     known = "The embedding is" if site == "stream" else "First-layer values, and all of SVFormer's, are"
-    sentence = f"A token drawn at random would give {' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}. "
-    sentence += f"{known} the token's own by construction, so a 1 there says nothing. {drawing.sentence}"
-    return Drawing(drawing.figure, drawing.table, sentence.strip())
+    random = f"{' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}"
+    sentence = f"A random token gives {random}. {known} the token's own by construction: 1. {drawing.sentence}"
+    return replace(drawing, sentence=sentence.strip())
 
 
 @view("prompt")
 def predictions(source: Source, link: Link) -> Drawing:
-    """The likeliest tokens after the chosen position: of two models that read alike the same ones, and A - B."""
+    """The likeliest tokens after the selected position, for two models with one tokenizer the same tokens, and A - B."""
     at, tokens = position(source, link)
     text = source.prompt(link)
-    places, sentence = placed(source, link)
-    found = [source.query(prompts.next_tokens, subject, text, position=own, top=TOP) for subject, own in places]
-    rows = [f.top.head(SHOWN) for f in found]
-    alike = (
-        len(places) == 2 and read_alike(*(s.entry for s, _ in places)) and len({len(f.probability) for f in found}) == 1
-    )
+    subjects, sentence = own_positions(source, link)
+    results = [source.query(prompts.next_tokens, subject, text, position=own, top=TOP) for subject, own in subjects]
+    rows = [r.top.head(SHOWN) for r in results]
+    sizes = {len(r.probability) for r in results}
+    alike = len(subjects) == 2 and read_alike(*(s.entry for s, _ in subjects)) and len(sizes) == 1
     if alike:
         both = pd.concat([r.head(SHOWN // 2) for r in rows])[["id", "token"]].drop_duplicates("id")
-        rows = [both.assign(probability=f.probability[both["id"]]) for f in found]
-    frames = [r.assign(model=s.title, series=s.series) for r, (s, _) in zip(rows, places, strict=True)]
+        rows = [both.assign(probability=r.probability[both["id"]]) for r in results]
+    frames = [r.assign(model=s.title, series=s.series) for r, (s, _) in zip(rows, subjects, strict=True)]
     if alike:
         minus = frames[0]["probability"] - frames[1]["probability"]
         frames.append(frames[0].assign(model=plots.MINUS, series=plots.MINUS, probability=minus))
@@ -177,12 +166,13 @@ def predictions(source: Source, link: Link) -> Drawing:
 
 @view("prompt")
 def surprise(source: Source, link: Link) -> Drawing:
-    """How surprising each token was, given those before it."""
+    """Loss of every token given the previous ones."""
     text, lines = source.prompt(link), []
     for subject in source.subjects(link):
-        window, at = slice(*_window(source, link, subject, WINDOW)), place(source, link, subject)
-        found = source.query(prompts.next_tokens, subject, text, position=-1 if at is None else at, top=TOP)
-        lines.append((subject, _named(found.tokens[window], window.start), found.loss[window]))
+        window, at = slice(*_window(source, link, subject, WINDOW)), own_position(source, link, subject)
+        result = source.query(prompts.next_tokens, subject, text, position=-1 if at is None else at, top=TOP)
+        lines.append((subject, cell_names(result.tokens[window], window.start), result.loss[window]))
+    length = len(source.tokens(lines[0][0], text))
     alike = all(names == lines[0][1] for _, names, _ in lines)
     figure = make_subplots(1 if alike else len(lines), 1, vertical_spacing=0.3)
     for i, (subject, names, loss) in enumerate(lines):
@@ -199,105 +189,100 @@ def surprise(source: Source, link: Link) -> Drawing:
         figure.add_bar(
             x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS), opacity=0.6
         )
-    figure.update_yaxes(title_text="nats")
-    plots.dressed(
-        figure, "How surprising each token was", "-ln of its probability given those before it; lower: expected",
-        300 if alike else 460,
-    )  # fmt: skip
+    figure.update_yaxes(title_text="loss (nats)")
+    drawn, under = len(lines[0][1]), "-ln of its probability given the tokens before it; lower: more expected"
+    if drawn < length:
+        first = _window(source, link, lines[0][0], WINDOW)[0]
+        under += f"; positions {first} to {first + drawn - 1} of {length}, around the selected one"
+    plots.dressed(figure, "Loss per token", under, 300 if alike else 460)
     table = [pd.DataFrame({"model": s.title, "token": names, "nats": loss}) for s, names, loss in lines]
-    sentence = "" if alike else "A and B read this text as different tokens, so A − B is not drawn."
+    sentence = "" if alike else "A and B have different tokens in this text, so A − B is not drawn."
     return Drawing(figure, pd.concat(table, ignore_index=True), sentence)
 
 
-# ---- who said so -----------------------------------------------------------------------------------------------------
+# ---- logit attribution -----------------------------------------------------------------------------------------------
 
 
 def target(source: Source, link: Link) -> int:
-    """Id of the token asked after: the link's, else that of model A's likeliest after the position."""
+    """Id of the attributed token: the link's, else model A's likeliest after the position."""
     at, asked = position(source, link)[0], link.whole("target")
     if asked is not None:
         return asked
-    found = source.query(prompts.next_tokens, source.subjects(link)[0], source.prompt(link), position=at, top=TOP)
-    return int(found.top["id"][0])
+    result = source.query(prompts.next_tokens, source.subjects(link)[0], source.prompt(link), position=at, top=TOP)
+    return int(result.top["id"][0])
 
 
 @view("prompt")
 def attribution(source: Source, link: Link) -> Drawing:
-    """What each layer, head and value path adds to the logit of a token: exact, and checked to sum up."""
+    """Contribution of layers, heads or value paths to the logit of a token; the parts sum to the logit."""
     at, tokens = position(source, link)
     token, against = target(source, link), link.whole("against")
     layer, head = link.whole("layer"), link.whole("head")
-    found: list[tuple[Subject, Any, pd.DataFrame]] = []
-    places, left_out = placed(source, link)
+    results: list[tuple[Subject, Any, pd.DataFrame]] = []
+    subjects, left_out = own_positions(source, link)
     sentences = [left_out] if left_out else []
-    for subject, own in places:
-        whole = source.query(
+    for subject, own in subjects:
+        result = source.query(
             prompts.logit_attribution, subject, source.prompt(link), position=own, token=token, against=against
         )
         try:
-            rows = _level(whole.frame, layer, head)
-            if found and (whole.token, whole.against) != (found[0][1].token, found[0][1].against):
-                raise WorkbenchError("its tokenizer has other tokens under these numbers")
+            rows = _level(result.frame, layer, head)
+            if results and (result.token, result.against) != (results[0][1].token, results[0][1].against):
+                raise WorkbenchError("its tokenizer gives these ids to other tokens")
         except WorkbenchError as error:
-            if not found:  # A itself
+            if not results:  # A itself
                 raise
             sentences.append(f"{subject.title} is left out: {error}.")
             continue
-        shown = "" if layer is None else f"; the bars shown sum to {rows['value'].sum():.4f}"
+        shown = "" if layer is None else f"; the bars sum to {rows['value'].sum():.4f}"
         sentences.append(
-            f"{subject.title}: the parts of each level sum to {whole.totals['layer']:.4f}, the model computed {whole.logit:.4f} "
-            f"(off by {whole.error:.1e}){shown}."
+            f"{subject.title}: sum of the parts {result.totals['layer']:.4f}, logit {result.logit:.4f} "
+            f"(off by {result.error:.1e}){shown}."
         )
-        sentences += whole.notes
-        found.append((subject, whole, rows))
-    first = found[0][1]
+        sentences += result.notes
+        results.append((subject, result, rows))
+    first = results[0][1]
     where = "" if layer is None else f", layer {layer}" + ("" if head is None else f", head {head}")
-    figure = _bars([(s.title, plots.colour(s.series), rows) for s, _, rows in found])
-    asked = f"the score (logit) of {quoted(first.token)}"
-    asked += "" if first.against is None else f" minus that of {quoted(first.against)}"
+    logit = f"the logit of {quoted(first.token)}"
+    logit += "" if first.against is None else f" minus that of {quoted(first.against)}"
+    figure = _bars([(s.title, plots.colour(s.series), rows) for s, _, rows in results])
     plots.dressed(
-        figure, f"Who says {quoted(first.token)}{where}",
-        f"what each part adds to {asked} after {quoted(tokens[at])}, token {at}; right: pushes it up; final norm's scale held", 340,
+        figure, f"Logit attribution of {quoted(first.token)}{where}",
+        f"what each part adds to {logit} after {quoted(tokens[at])}, token {at}; right: raises it; scale of the final norm fixed", 340,
     )  # fmt: skip
-    frames = [rows.assign(model=s.title, logit=whole.logit, error=whole.error) for s, whole, rows in found]
+    frames = [rows.assign(model=s.title, logit=r.logit, error=r.error) for s, r, rows in results]
     return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(sentences))
 
 
 def _level(frame: pd.DataFrame, layer: int | None, head: int | None) -> pd.DataFrame:
-    """Rows of the level asked for: layers; a layer's heads and MLP; a head's value paths."""
+    """Rows of layers; with a layer, of its heads and MLP; with a head, of its value paths."""
     if layer is None:
         return frame[frame["level"] == "layer"]
-    inside = frame[frame["layer"] == layer]
-    rows = (
-        inside[(inside["level"] == "value_path") & (inside["head"] == head)]
-        if head is not None
-        else inside[inside["level"] == "head"]
-    )
+    inside = frame[(frame["layer"] == layer) & (frame["level"] == ("head" if head is None else "value_path"))]
+    rows = inside if head is None else inside[inside["head"] == head]
     if rows.empty:
-        raise WorkbenchError(
-            f"there is no layer {layer}" + ("" if head is None else f", head {head}") + " with parts of its own"
-        )
+        raise WorkbenchError(f"no parts in layer {layer}" + ("" if head is None else f", head {head}"))
     return rows
 
 
 def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
+    """Horizontal bars by part (title, colour, rows), and A - B."""
+    bars = [
+        (title, colour, pd.Series(rows["value"].to_numpy(), [_part(r) for r in rows.to_dict("records")]))
+        for title, colour, rows in parts
+    ]
+    if len(bars) == 2:  # a part that one model lacks adds nothing to its logit
+        names = list(dict.fromkeys([*bars[0][2].index, *bars[1][2].index]))
+        a, b = (row.reindex(names, fill_value=0.0) for _, _, row in bars)
+        bars.append((plots.MINUS, plots.colour(plots.MINUS), a - b))
     figure = make_subplots(1, 1)
-    found = [pd.Series(rows["value"].to_numpy(), [_part(r) for r in rows.to_dict("records")]) for _, _, rows in parts]
-    for (title, colour, _), row in zip(parts, found, strict=True):
-        _bar(figure, title, colour, row)
-    if len(parts) == 2:  # a part that one of them has not adds nothing to it
-        names = list(dict.fromkeys([*found[0].index, *found[1].index]))
-        a, b = (row.reindex(names, fill_value=0.0) for row in found)
-        _bar(figure, plots.MINUS, plots.colour(plots.MINUS), a - b)
+    for title, colour, row in bars:
+        figure.add_bar(
+            y=list(row.index), x=row.to_numpy(), orientation="h", name=title, marker_color=colour,
+            hovertemplate="%{y}: %{x:.4f} logits<extra></extra>",
+        )  # fmt: skip
     figure.update_xaxes(title_text="logits")
     return figure.update_yaxes(type="category")  # layers upwards, as in maps
-
-
-def _bar(figure: go.Figure, title: str, colour: str, row: pd.Series) -> None:
-    figure.add_bar(
-        y=list(row.index), x=row.to_numpy(), orientation="h", name=title, marker_color=colour,
-        hovertemplate="%{y}: %{x:.4f} logits<extra></extra>",
-    )  # fmt: skip
 
 
 def _part(row: dict[Any, Any]) -> str:
@@ -308,19 +293,3 @@ def _part(row: dict[Any, Any]) -> str:
     if pd.isna(row["head"]):
         return f"{ {'attn': 'attention', 'mlp': 'MLP'}.get(row['part'], row['part']) }{at}"
     return f"head {int(row['head'])}" if pd.isna(row["path"]) else path_in_words(row["path"])
-
-
-def _after(rows: int) -> list[str]:
-    """Names of L + 1 streams: what the first block reads, and what each layer leaves."""
-    return ["embedding", *map(str, range(rows - 1))]
-
-
-def _rows(kind: str) -> Callable[[int], tuple[list[str], str]]:
-    """Names of so many rows, and of their axis."""
-    if kind == "stream":
-        return lambda rows: (_after(rows), "after layer")
-    return lambda rows: ([str(n) for n in range(rows)], "layer")
-
-
-def _named(tokens: Sequence[str], first: int) -> list[str]:
-    return [f"{first + i}:{t if len(t) <= 12 else t[:11] + '…'}" for i, t in enumerate(tokens)]

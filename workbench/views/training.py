@@ -1,4 +1,4 @@
-"""Training as it was written down: losses, gradients, coefficients, pace, and what a recorder took inside the model."""
+"""Logged quantities of training: losses, gradients, coefficients, throughput, and recorded quantities."""
 
 from __future__ import annotations
 
@@ -7,52 +7,50 @@ from collections.abc import Sequence
 import pandas as pd
 
 from workbench import plots
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.models.registry import label
 from workbench.plots import training as drawn
 from workbench.plots.style import ordered
 from workbench.runs.catalogue import Entry
-from workbench.views.base import Drawing, view
+from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source
 
-ELSEWHERE = (
-    "train_loss", "validation_loss", "copy_loss", "gradient_norm", "coefficient", "learning_rate", "tokens_per_second",
-    "seconds_per_step", "recorder_share",
-)  # fmt: skip
 SHOWN = {
     "loss": ("validation_loss", "train_loss", "copy_loss"), "gradients": ("gradient_norm",), "coefficients": ("coefficient",),
     "inside": (), "pace": ("learning_rate", "tokens_per_second", "seconds_per_step", "recorder_share"),
 }  # fmt: skip
-"""Parts of the page, and the quantities that each is about; `inside` has all others."""
+"""Quantities of each part of the page; `inside` has all others."""
+ELSEWHERE = {name for names in SHOWN.values() for name in names}
 SMOOTH, VANILLA, TOTAL, EACH = 15, "transformer", "total", "each"
 MAX_LAYERS = 12
+CLIPPED = "Norms after clipping, as this Trainer clips before they are recorded."
 
 
 def runs(source: Source, link: Link) -> list[Entry]:
-    """The runs whose training is drawn: model A and B where they are compared (once where they are one run), else the chosen."""
+    """The runs whose training is drawn: A and B if they are compared, else the selected ones."""
     if link.on("compare"):
         return list({s.entry.name: s.entry for s in source.subjects(link)}.values())
     return source.chosen(link)
 
 
 def quantities(source: Source, link: Link) -> set[str]:
-    """Names of everything these runs wrote down."""
+    """Names of everything these runs logged."""
     return source.quantities(runs(source, link))
 
 
-def present(found: set[str]) -> list[str]:
-    """Parts of the page that there is something to draw for."""
-    return [name for name, about in SHOWN.items() if (found & set(about) if about else found - set(ELSEWHERE))]
+def present(logged: set[str]) -> list[str]:
+    """Parts of the page that have something to draw."""
+    return [name for name, of in SHOWN.items() if (logged & set(of) if of else logged - ELSEWHERE)]
 
 
-def inside(found: set[str]) -> list[str]:
-    """Quantities that a recorder took in the loop."""
-    return sorted(found - set(ELSEWHERE))
+def inside(logged: set[str]) -> list[str]:
+    """Quantities that a recorder measured inside the model."""
+    return sorted(logged - ELSEWHERE)
 
 
 def _rows(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
-    """Rows of a quantity: in one part, or of A and of B; raises `WorkbenchError` where it was not written down."""
+    """Rows of a quantity: in one part, or of A and of B; raises `WorkbenchError` if it was not logged."""
     if link.on("compare"):
         subjects = {s.entry.name: s for s in reversed(source.subjects(link))}  # of one run at two steps A stays
         parts = [
@@ -63,82 +61,75 @@ def _rows(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
         parts = [source.telemetry(source.chosen(link), [metric])]
     parts = [p for p in parts if len(p)]
     if not parts:
-        raise WorkbenchError(f"{metric.replace('_', ' ')} was not written down by these runs")
+        raise WorkbenchError(f"these runs did not log {metric.replace('_', ' ')}")
     return parts
 
 
-def _plain(parts: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
-    """The parts without variants and controls; one that has none is itself, so that figures of one table share it."""
+def _plain(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
+    """Rows of a quantity without variants and controls. A part without any is not copied, so that figures share it."""
+    parts = _rows(source, link, metric)
     plain = [part["variant"].isna() & part["control"].isna() for part in parts]
-    return [part if mine.all() else part[mine] for part, mine in zip(parts, plain, strict=True)]
+    return [part if rows.all() else part[rows] for part, rows in zip(parts, plain, strict=True)]
 
 
 def _curves(
     source: Source, link: Link, parts: Sequence[pd.DataFrame], title: str, smooth: int = 1, sentence: str = ""
 ) -> Drawing:
-    """Curves of the parts, over steps or over tokens; with two parts their difference too."""
-    tokens, log = link.text("x", "step") == "tokens", link.on("log")
-    if link.text("x", "step") not in ("step", "tokens"):
-        raise UnknownName("x axis", str(link.text("x")), ("step", "tokens"))
-    if tokens:
-        parts = [_over_tokens(part, runs(source, link)) for part in parts]
+    """Curves of the parts over steps or tokens; with two parts also their difference."""
+    axis, log = link.choice("x", ("step", "tokens"), kind="x axis"), link.on("log")
+    if axis == "tokens":
+        per_step = {e.name: e.tokens for e in runs(source, link)}
+        for name, tokens in per_step.items():
+            if not tokens and any((part["run"] == name).any() for part in parts):
+                raise WorkbenchError(f"the tokens per step of {name} are unknown; draw it over steps")
+        parts = [p.assign(step=p["step"] * p["run"].map(per_step).astype("Int64")) for p in parts]
     figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log)
-    if tokens:
+    if axis == "tokens":
         drawn.on_tokens(figure, log)
     return Drawing(figure, parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True), sentence)
 
 
-def _over_tokens(rows: pd.DataFrame, entries: Sequence[Entry]) -> pd.DataFrame:
-    """The rows at the tokens that were read before each step, in place of the step."""
-    per_step = {e.name: e.tokens for e in entries}
-    if unknown := [name for name, tokens in per_step.items() if not tokens and name in set(rows["run"])]:
-        raise WorkbenchError(f"how many tokens a step of {unknown[0]} reads is not known; draw it over steps")
-    return rows.assign(step=rows["step"] * rows["run"].map(per_step).astype("Int64"))
+# ---- losses ----------------------------------------------------------------------------------------------------------
 
 
 @view("training")
 def loss(source: Source, link: Link) -> Drawing:
-    """Validation loss: the mean over its domains, or each domain; A, B and A - B where they are compared."""
-    parts = _domains(_plain(_rows(source, link, "validation_loss")), link)
+    """Validation loss, the mean over domains or each domain; A, B and A - B if they are compared."""
+    parts = _domains(_plain(source, link, "validation_loss"), link)
     return _curves(source, link, parts, "Validation loss")
 
 
 def domains(source: Source, link: Link) -> list[str]:
-    """Names of the domains that a validation loss was written down for."""
+    """Names of the domains that have a validation loss."""
     return sorted(source.telemetry(runs(source, link), ["validation_loss"])["data"].dropna().unique())
 
 
 def _domains(parts: Sequence[pd.DataFrame], link: Link) -> list[pd.DataFrame]:
-    """Rows of each domain, or their plain mean over domains at each step."""
-    asked = link.text("domain", TOTAL)
-    if asked not in (TOTAL, EACH):
-        raise UnknownName("domain", str(asked), (TOTAL, EACH))
-    if asked == EACH:
-        return list(parts)
-    return [mean_of_domains(part) for part in parts]
+    asked = link.choice("domain", (TOTAL, EACH))
+    return list(parts) if asked == EACH else [mean_of_domains(part) for part in parts]
 
 
 def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row in place of the domains' at a step: mean value, error of a mean of independent means, all documents."""
+    """One row per step in place of one per domain: mean value, standard error of a mean of independent means, all documents."""
     names = sorted(rows["data"].dropna().unique())
     if len(names) < 2:
         return rows
     keys = [c for c in rows.columns if c not in ("data", "value", "se", "n", "provenance")]
     squared = rows.assign(se=rows["se"] ** 2)
-    found = squared.groupby(keys, dropna=False, as_index=False, sort=False).agg(
+    means = squared.groupby(keys, dropna=False, as_index=False, sort=False).agg(
         value=("value", "mean"), se=("se", "sum"), n=("n", "sum"), count=("value", "size"),
         provenance=("provenance", "first"),
     )  # fmt: skip
-    found = found.assign(se=found["se"] ** 0.5 / found["count"], data=f"mean of {', '.join(names)}")
-    return found.assign(n=found["n"].where(found["n"] > 0))[rows.columns]
+    means = means.assign(se=means["se"] ** 0.5 / means["count"], data=f"mean of {', '.join(names)}")
+    return means.assign(n=means["n"].where(means["n"] > 0))[rows.columns]
 
 
 @view("training")
 def relative(source: Source, link: Link) -> Drawing:
-    """Validation loss minus the vanilla model's of the same seed; minus model B's where there is no vanilla model."""
+    """Validation loss minus the loss of the Transformer with the same seed, else minus model B's."""
     if link.on("compare"):
-        raise WorkbenchError("the difference of A and B stands beside their losses")
-    (rows,) = _domains(_plain(_rows(source, link, "validation_loss")), link)
+        raise WorkbenchError("A − B stands beside the losses")
+    (rows,) = _domains(_plain(source, link, "validation_loss"), link)
     base, named = VANILLA, "the Transformer's"
     if VANILLA not in set(rows["architecture"]):
         group = source.group(link)
@@ -146,56 +137,57 @@ def relative(source: Source, link: Link) -> Drawing:
             base = source.catalogue().entry(str(other)).series
             named = f"{label(base)}'s (model B)"
         elif not any(e.series == VANILLA for e in group):
-            raise WorkbenchError("no Transformer without a shortcut here to subtract; choose a model B to compare with")
+            raise WorkbenchError("no Transformer here to subtract; select a model B")
         if base not in set(rows["architecture"]):
             more = source.telemetry([e for e in group if e.series == base], ["validation_loss"])
-            rows = pd.concat([rows, *_domains(_plain([more]), link)], ignore_index=True)
-    found = plots.relative(rows, base).assign(unit=f"nats above {named}")
-    sentence = "Below zero: better than the baseline of the same seed, which saw the same batches."
-    return _curves(source, link, [found], f"Validation loss minus {named}", sentence=sentence)
+            plain = more[more["variant"].isna() & more["control"].isna()]
+            rows = pd.concat([rows, *_domains([plain], link)], ignore_index=True)
+    differences = plots.relative(rows, base).assign(unit=f"nats above {named}")
+    sentence = "Below 0: better than the baseline of the same seed, on the same batches."
+    sentence += f" {ONE_SEED}." if rows["seed"].nunique() == 1 else ""
+    return _curves(source, link, [differences], f"Validation loss minus {named}", sentence=sentence)
 
 
 @view("training")
 def train_loss(source: Source, link: Link) -> Drawing:
-    """Loss of the batches that were trained on, smoothed over at most a fifth of the steps."""
-    parts = _plain(_rows(source, link, "train_loss"))
+    """Loss of the training batches, smoothed over at most a fifth of the steps."""
+    parts = _plain(source, link, "train_loss")
     most = max(part["step"].nunique() for part in parts) // 5
     return _curves(source, link, parts, "Training loss", smooth=max(1, min(link.whole("smooth", SMOOTH) or 1, most)))
 
 
 @view("training")
 def copy_loss(source: Source, link: Link) -> Drawing:
-    """Loss of the tokens that can be copied; where whole runs are drawn, with the step at which each learned it."""
-    parts = _plain(_rows(source, link, "copy_loss"))
+    """Loss of the tokens that repeat earlier ones, and the step at which each run copies."""
+    parts = _plain(source, link, "copy_loss")
     if link.on("compare") or link.text("x", "step") == "tokens":
-        return _curves(source, link, parts, "Loss where copying works")
+        return _curves(source, link, parts, "Copy loss")
     return Drawing(plots.race(parts[0], log_x=link.on("log")), parts[0])
 
 
-CLIPPED = "Recorded inside a Trainer that clips first: these are the norms after clipping."
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 def logged(source: Source, link: Link) -> list[int]:
-    """Steps at which gradients were written down; kept, for the rows of many runs take a while to gather."""
-    chosen = runs(source, link)
-    key = ("steps of gradients", *((e.path, e.stamp) for e in chosen))
-    return source.keep(key, lambda: drawn.steps_of_matrices(source.telemetry(chosen, ["gradient_norm"])))
+    """Steps with gradient norms, cached, as the rows of many runs take time to read."""
+    selected = runs(source, link)
+    key = ("steps of gradients", *((e.path, e.stamp) for e in selected))
+    return source.keep(key, lambda: drawn.steps_of_matrices(source.telemetry(selected, ["gradient_norm"])))
 
 
 @view("training")
 def gradients(source: Source, link: Link) -> Drawing:
-    """Norm of each matrix's gradient in each layer at one step: of every model, or of A, of B, and A - B."""
-    parts = _rows(source, link, "gradient_norm")
-    wanted = link.whole("at", link.whole("step"))
-    rows = [drawn.matrices_at(part, wanted) for part in parts]
-    named = _named(rows) if link.on("compare") else _by_series(rows[0])
-    figure = drawn.gradient_layers(named, compare=link.on("compare") and len(named) == 2)
+    """Gradient norm by weight matrix by layer at one step: of every model, or of A, B and A - B."""
+    parts, compare = _rows(source, link, "gradient_norm"), link.on("compare")
+    rows = [drawn.matrices_at(part, link.whole("at", link.whole("step"))) for part in parts]
+    models = rows if compare else [rows[0][rows[0]["architecture"] == n] for n in ordered(rows[0]["architecture"])]
+    figure = drawn.gradient_layers(_named(models), compare=compare and len(models) == 2)
     return Drawing(figure, pd.concat(rows, ignore_index=True), _clipped(parts))
 
 
 @view("training")
 def gradients_over_time(source: Source, link: Link) -> Drawing:
-    """The same over all steps: a row for each matrix of each layer."""
+    """Gradient norm by weight matrix and layer over training."""
     parts = _rows(source, link, "gradient_norm")
     if len(parts) == 1:
         return Drawing(drawn.gradient_map(parts[0]), drawn.means_of_matrices(parts[0]), _clipped(parts))
@@ -207,41 +199,37 @@ def _named(parts: Sequence[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
     return [(plots.label(part["architecture"].iloc[0]), part) for part in parts]
 
 
-def _by_series(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(plots.label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])]
-
-
 def _clipped(parts: Sequence[pd.DataFrame]) -> str:
     return CLIPPED if any(drawn.clipped(part) for part in parts) else ""
 
 
+# ---- coefficients and recorded quantities ----------------------------------------------------------------------------
+
+
 def learning(source: Source, link: Link) -> list[str]:
-    """Series whose shortcut has coefficients that were written down, in the order of their colours."""
+    """Series with logged coefficients, in the order of their colours."""
     return ordered(source.telemetry(source.chosen(link), ["coefficient"])["architecture"].dropna())
 
 
 @view("training")
 def coefficients(source: Source, link: Link) -> Drawing:
-    """Learned coefficients over training, of one series (`of`), or of A and B."""
+    """Learned coefficients over training, of one series (`of`), or of A, B and A - B."""
     parts = _rows(source, link, "coefficient")
     if link.on("compare"):
-        figures = [(plots.label(p["architecture"].iloc[0]), plots.coefficients(p)) for p in parts]
+        figures = [(name, plots.coefficients(part)) for name, part in _named(parts)]
         if len(parts) == 1:
             return Drawing(figures[0][1], parts[0])
         minus = drawn.curve_difference(*parts)
         if len(minus):
             figures.append((plots.MINUS, plots.coefficients(minus)))
         return Drawing(plots.beside(figures, "Learned coefficients"), pd.concat([*parts, minus], ignore_index=True))
-    found = ordered(parts[0]["architecture"])
-    chosen = link.text("of", found[0])
-    if chosen not in found:
-        raise UnknownName("model with coefficients", str(chosen), found)
-    rows = parts[0][parts[0]["architecture"] == chosen]
+    asked = link.choice("of", ordered(parts[0]["architecture"]), kind="model with coefficients")
+    rows = parts[0][parts[0]["architecture"] == asked]
     return Drawing(plots.coefficients(rows), rows)
 
 
 def places(source: Source, link: Link, quantity: str) -> list[str]:
-    """Where a quantity was taken: matrices or activations."""
+    """The matrices or activations for which a quantity was recorded."""
     rows = source.telemetry(runs(source, link), [quantity])
     return sorted(rows[_place(rows)].dropna().unique())
 
@@ -252,47 +240,47 @@ def _place(rows: pd.DataFrame) -> str:
 
 @view("training")
 def recorded(source: Source, link: Link) -> Drawing:
-    """A quantity that a recorder took in the loop, a panel for each layer; mean over heads where there are several."""
-    found = inside(quantities(source, link))
-    if not found:
-        raise WorkbenchError("nothing was recorded inside these models; `workbench.Recorder` does in any training loop")
-    quantity = link.text("quantity", "update_ratio" if "update_ratio" in found else found[0])
-    if quantity not in found:
-        raise UnknownName("quantity", str(quantity), found)
-    parts = _rows(source, link, str(quantity))
-    there = sorted({p for part in parts for p in part[_place(part)].dropna().unique()})
-    place = link.text("where", there[0] if there else None)
-    if there and place not in there:
-        raise UnknownName("place", str(place), there)
-    rows = [part[part[_place(part)] == place] if there else part for part in parts]
+    """A quantity that a recorder measured, a panel for each layer; the mean over heads where there are several."""
+    names = inside(quantities(source, link))
+    if not names:
+        raise WorkbenchError(
+            "nothing was recorded inside these models; `workbench.Recorder` does so in any training loop"
+        )
+    quantity = link.choice("quantity", names, "update_ratio")
+    parts = _rows(source, link, quantity)
+    sites = sorted({p for part in parts for p in part[_place(part)].dropna().unique()})
+    site = link.choice("where", sites, kind="place") if sites else link.text("where")
+    rows = [part[part[_place(part)] == site] if sites else part for part in parts]
     layers = sorted({n for part in rows for n in part["layer"].dropna().unique()})
-    kept = layers[:: -(-len(layers) // (MAX_LAYERS // len(rows)))] if layers else []
-    rows = [(p[p["layer"].isin(kept)] if kept else p).assign(head=float("nan")) for p in rows]
-    sentence = f" in {plots.site(place)}" if place else ""
-    return _curves(source, link, rows, f"{str(quantity).replace('_', ' ').capitalize()}{sentence}")
+    shown = layers[:: -(-len(layers) // (MAX_LAYERS // len(rows)))] if layers else []
+    rows = [(p[p["layer"].isin(shown)] if shown else p).assign(head=float("nan")) for p in rows]
+    title = quantity.replace("_", " ").capitalize() + (f" in {plots.site(site)}" if site else "")
+    return _curves(source, link, rows, title)
+
+
+# ---- learning rate and throughput ------------------------------------------------------------------------------------
 
 
 @view("training")
 def learning_rate(source: Source, link: Link) -> Drawing:
-    """The learning rate's schedule."""
-    return _curves(source, link, _plain(_rows(source, link, "learning_rate")), "Learning rate")
+    """Learning rate over training."""
+    return _curves(source, link, _plain(source, link, "learning_rate"), "Learning rate")
 
 
 @view("training")
 def pace(source: Source, link: Link) -> Drawing:
     """Tokens per second, the median over each run's steps."""
     rows = pd.concat(_rows(source, link, "tokens_per_second"), ignore_index=True)
-    sentence = "On this machine, with whatever else ran beside it; for a fair comparison train alone."
-    return Drawing(plots.pace(rows), rows, sentence)
+    return Drawing(plots.pace(rows), rows, "Depends on what else ran on the machine.")
 
 
 @view("training")
 def seconds(source: Source, link: Link) -> Drawing:
-    """Seconds of an optimiser step of a recorded loop."""
+    """Seconds per optimiser step of a recorded loop."""
     return _curves(source, link, _rows(source, link, "seconds_per_step"), "Seconds per step")
 
 
 @view("training")
 def recording_share(source: Source, link: Link) -> Drawing:
-    """The part of the loop's time that recording itself took, writing included: 0.01 is one per cent."""
-    return _curves(source, link, _rows(source, link, "recorder_share"), "What recording costs")
+    """Share of the loop's time that recording takes, writing included."""
+    return _curves(source, link, _rows(source, link, "recorder_share"), "Recording overhead")

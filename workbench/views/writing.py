@@ -1,4 +1,4 @@
-"""The views of a link as files: one offline page, a figure for a paper, or the table."""
+"""Files of a link's views: an offline page, a figure for a paper, or the table."""
 
 from __future__ import annotations
 
@@ -27,11 +27,19 @@ WIDTH = 1000
 def write(
     source: Source, link: Link, out: Path, *, only: str | None = None, play: bool = False, command: str = ""
 ) -> tuple[Path, dict[str, str]]:
-    """Write what a link shows; the ending of `out` says as what: .html, .svg, .png, .csv, .parquet, .arrow, .json.
+    """Write the views of a link to a file.
 
-    `only`: one view of the page; pictures hold one. `play`: over the checkpoints of model A (HTML). Returns the file and, by
-    view, why what is left out cannot be drawn. Raises `UnknownName` for another ending or view, `WorkbenchError` where
-    nothing can be drawn.
+    Args:
+        out: The file; its ending gives the format: .html, .svg, .png, .csv, .parquet, .arrow, .json.
+        only: One view of the page; pictures hold one.
+        play: Animate over the checkpoints of model A (.html).
+
+    Returns:
+        The file, and by view why it is left out.
+
+    Raises:
+        UnknownName: Another ending or view.
+        WorkbenchError: Nothing can be drawn.
     """
     if out.suffix not in WRITERS:
         raise UnknownName("file ending", out.suffix, WRITERS)
@@ -74,7 +82,7 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
 
 
 def picture(drawn: go.Figure, out: Path, *, background: str = "white") -> Path:
-    """Write a figure as .svg, or as .png at three times its size, dark on `background` (CSS) whatever theme it was looked at in."""
+    """Write a figure as .svg, or as .png at three times its size, in the light theme on `background` (CSS)."""
     return figure(plots.paper(drawn, background), out, width=WIDTH, height=int(drawn.layout.height or 500))
 
 

@@ -1,0 +1,265 @@
+"""The main result of the Start page: the best replicated comparison with the Transformer, in one sentence and two figures.
+
+A fixed rule chooses the experiment: copying before loss, then most paired seeds, then most runs. Among several learning rates it
+takes the rate with the lowest final loss of the Transformer. All models of the experiment are compared with the Transformer, with
+Holm's correction for their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from workbench import plots
+from workbench.claims.verdict import Verdict, interval_table, judge_differences
+from workbench.errors import WorkbenchError
+from workbench.files import digest
+from workbench.models.registry import label
+from workbench.runs.catalogue import Entry
+from workbench.runs.run import Run
+from workbench.statistics.censored import censored, compare_steps
+from workbench.statistics.formation import formation_steps
+from workbench.statistics.intervals import MIN_SEEDS, Interval, confidence
+from workbench.views import training
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.source import Source
+from workbench.views.training import VANILLA, mean_of_domains
+
+PARTS = {"finding": "Main result", "model": "One model", "here": "Runs", "verdicts": "Verdicts", "demo": "Demo"}
+NAMED = 2  # models that the headline names
+HALF_PAGE = 58  # characters
+
+
+def check_part(link: Link, part: str) -> None:
+    """Raise `WorkbenchError` if the link shows another part of the page."""
+    if link.choice("show", PARTS, part, "part of the page") != part:
+        raise WorkbenchError(f"drawn with show={part}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The quantity by which runs are compared, and the words for a smaller and a larger number."""
+
+    quantity: str
+    verb: str
+    unit: str
+    less: str
+    more: str
+    title: str
+    note: str = ""
+
+
+COPYING = Outcome(
+    "copy_loss", "copies", "steps", "earlier", "later", "Copying step minus the Transformer's",
+    "Copying step: first step with a copy loss below half of its start.",
+)  # fmt: skip
+LOSS = Outcome(
+    "validation_loss", "ends", "nats", "lower in validation loss", "higher in validation loss",
+    "Final validation loss minus the Transformer's",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One experiment's comparison with the Transformer: intervals over paired seeds and corrected verdicts, by series."""
+
+    outcome: Outcome
+    group: str
+    title: str
+    rates: dict[str, float]
+    """Learning rate of each experiment that differs in nothing else, this one included."""
+    best: str
+    """The experiment of `rates` with the lowest final loss of the Transformer."""
+    intervals: dict[str, Interval]
+    never: dict[str, str]
+    """Runs of a series that never reached the step, as `2 of 3`, by series."""
+    verdicts: dict[str, Verdict]
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """Least and most paired seeds behind an interval."""
+        counts = [i.n for i in self.intervals.values()]
+        return min(counts), max(counts)
+
+
+def finding(source: Source, link: Link) -> Finding:
+    """Return the comparison of the link's experiment, or of the experiment that the rule chooses.
+
+    Raises `WorkbenchError` if no finished Transformer shares a seed with a finished run of another model.
+    """
+    experiments: dict[str, list[Entry]] = {}
+    for entry in source.catalogue().entries:
+        if entry.finished and not entry.imported:
+            experiments.setdefault(entry.group, []).append(entry)
+    experiments = {name: runs for name, runs in experiments.items() if _paired(runs)}
+    asked = link.text("set")
+    if not experiments or asked not in (None, *experiments):
+        raise WorkbenchError("no comparison: train a Transformer and another model to the end with the same --seed")
+
+    def rank(group: str) -> tuple[Any, ...]:
+        runs, paired = experiments[group], _paired(experiments[group])
+        return paired >= MIN_SEEDS, runs[0].kind == "repeated", paired, len(runs), group
+
+    key = ("finding", asked, *((e.path, e.series, e.stamp) for runs in experiments.values() for e in runs))
+    group = asked or max(experiments, key=rank)
+    result: Finding = source.keep(key, lambda: _compared(source, experiments, group, by_rule=asked is None))
+    return result
+
+
+def _paired(runs: Sequence[Entry]) -> int:
+    """The most seeds that the Transformer shares with another series."""
+    seeds: dict[str, set[int]] = {}
+    for entry in runs:
+        seeds.setdefault(entry.series, set()).add(entry.seed)
+    base = seeds.pop(VANILLA, set())
+    return max((len(base & others) for others in seeds.values()), default=0)
+
+
+def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *, by_rule: bool) -> Finding:
+    outcome = COPYING if experiments[group][0].kind == "repeated" else LOSS
+    rates = _rates(experiments, group)
+    losses = {}
+    for name in rates:
+        rows = _final(source, [e for e in experiments[name] if e.series == VANILLA], outcome.quantity)
+        losses[name] = float(rows["value"].mean()) if len(rows) else math.inf
+    best = min(losses, key=lambda name: (losses[name], name))
+    selected = best if by_rule else group
+    outcomes = _outcomes(source, experiments[selected], outcome)
+    base = outcomes.get(VANILLA, pd.DataFrame(columns=["at", "formed"]))
+    others = plots.ordered(name for name in outcomes if name != VANILLA)
+    intervals = {name: compare_steps(outcomes[name], base) for name in others}
+    intervals = {name: interval for name, interval in intervals.items() if interval.n}
+    if not intervals:
+        raise WorkbenchError(f"{outcome.quantity.replace('_', ' ')} was not logged to the end of these runs")
+    never = {n: f"{int((~o['formed']).sum())} of {len(o)}" for n, o in outcomes.items() if not o["formed"].all()}
+    title, verdicts = experiments[selected][0].title, judge_differences(intervals)
+    return Finding(outcome, selected, title, rates, best, intervals, never, verdicts)
+
+
+def _rates(experiments: dict[str, list[Entry]], group: str) -> dict[str, float]:
+
+    def setting(name: str) -> tuple[float, str]:
+        run = Run.open(experiments[name][0].path)
+        recipe = {k: v for k, v in asdict(run.train).items() if k != "lr"}
+        return run.train.lr, digest(run.info["model"], recipe, run.info["data"])
+
+    shape = group.rpartition("-")[0]  # kind, layers and width
+    settings = {name: setting(name) for name in experiments if name.rpartition("-")[0] == shape}
+    return {name: lr for name, (lr, rest) in settings.items() if rest == settings[group][1]}
+
+
+def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
+    """One row per run, mean over domains, of the runs that reached the last logged step."""
+    rows = source.telemetry(runs, [quantity])
+    rows = mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()])
+    return rows[rows["step"] == rows["step"].max()]
+
+
+def _outcomes(source: Source, runs: Sequence[Entry], outcome: Outcome) -> dict[str, pd.DataFrame]:
+    """The outcome per seed, by series: `at`, and `formed`, which is False for a run that never copied."""
+    if outcome is COPYING:
+        rows = formation_steps(source.telemetry(runs, [outcome.quantity]))
+        rows = rows.assign(**censored(rows["formation_step"], rows["last_step"]))
+    else:
+        rows = _final(source, runs, outcome.quantity).rename(columns={"value": "at"}).assign(formed=True)
+    return {
+        str(n): part.groupby("seed").agg({"at": "mean", "formed": "all"}) for n, part in rows.groupby("architecture")
+    }
+
+
+def headline(result: Finding) -> str:
+    """The main result in one sentence."""
+    outcome, many, (_, seeds) = result.outcome, len(result.intervals), result.seeds
+    if seeds < MIN_SEEDS:
+        have = f"{seeds} seed{'s' if seeds > 1 else ''}"
+        return f"Unresolved: {have} per model, and a verdict needs {MIN_SEEDS}."
+    decided = [name for name, verdict in result.verdicts.items() if verdict.status != "unresolved"]
+    if not decided:
+        who = f"none of {many} models" if many > 1 else f"{label(next(iter(result.intervals)))} not clearly"
+        clearly = "clearly " if many > 1 else ""
+        return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {clearly}{outcome.less} or {outcome.more} than the Transformer."
+    first, others = decided[0], decided[1:NAMED]
+    parts = [f"{label(first)} {outcome.verb} {_amount(result, first)} than the Transformer"]
+    parts += [f"{label(name)} {_amount(result, name, after=result.intervals[first])}" for name in others]
+    rest = [f"{len(decided) - NAMED} more decided"] if len(decided) > NAMED else []
+    rest += [f"{many - len(decided)} unresolved"] if many > len(decided) else []
+    sentence = f"{', '.join(parts)}{'; ' if rest else ''}{', '.join(rest)}."
+    never = f" Never: {_never(result)}." if result.never else ""
+    return sentence[0].upper() + sentence[1:] + never
+
+
+def _never(result: Finding) -> str:
+    return ", ".join(f"{label(name)} {count} runs" for name, count in result.never.items())
+
+
+def _amount(result: Finding, name: str, after: Interval | None = None) -> str:
+    """`31 [13, 48] steps earlier`; after an interval of the same sign the numbers alone."""
+    interval, outcome = result.intervals[name], result.outcome
+    low, high = sorted((abs(interval.low), abs(interval.high)))
+    digits = ".3g" if low < 10 else ".0f"
+    numbers = f"{abs(interval.value):{digits}}"
+    numbers += f" [{low:{digits}}, {high:{digits}}]" if math.isfinite(interval.low) else ""
+    if after is None or (after.value < 0) != (interval.value < 0):
+        numbers += f" {outcome.unit} {_direction(interval, outcome)}"
+    return numbers
+
+
+def _direction(interval: Interval, outcome: Outcome) -> str:
+    return outcome.less if interval.value < 0 else outcome.more
+
+
+def _method(result: Finding) -> str:
+    few, most = result.seeds
+    seeds, many = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
+    holm = f"; verdicts Holm-corrected over {many} models" if many > 1 else ""
+    sentences = [
+        f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
+        if most > 1
+        else "1 seed: each number is one pair of runs and has no interval.",
+        result.outcome.note,
+    ]
+    if result.never:
+        sentences.append(
+            f"Never below it: {_never(result)}. These runs count with their last step in the means; the verdict is a log-rank "
+            "permutation test, without an interval."
+        )
+    if len(result.rates) > 1:
+        rate, best = result.rates[result.group], result.rates[result.best]
+        lowest = f"the lowest final loss of the Transformer among {len(result.rates)} rates"
+        sentences.append(
+            f"Learning rate {rate:g}, with {lowest}."
+            if rate == best
+            else f"Learning rate {rate:g}, chosen here; {best:g} has {lowest}."
+        )
+    return " ".join(filter(None, sentences))
+
+
+@view("start")
+def finding_curves(source: Source, link: Link) -> Drawing:
+    """Loss of every model of the main result's experiment over training."""
+    check_part(link, "finding")
+    result = finding(source, link)
+    curves = training.copy_loss if result.outcome is COPYING else training.loss
+    drawing = curves(source, Link("training", {"set": result.group}))
+    return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+
+
+@view("start")
+def finding_differences(source: Source, link: Link) -> Drawing:
+    """Difference of every model from the Transformer, with confidence intervals over seeds."""
+    check_part(link, "finding")
+    result = finding(source, link)
+    names = {n: f"{label(n)}, {result.never[n]} never" if n in result.never else label(n) for n in result.intervals}
+    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
+    verdicts = [
+        "unresolved" if verdict.status == "unresolved" else _direction(result.intervals[name], result.outcome)
+        for name, verdict in result.verdicts.items()
+    ]
+    table, under = table.assign(verdict=verdicts), f"{result.title}; left of 0: {result.outcome.less}"
+    drawn = plots.narrow(plots.intervals(table, result.outcome.title, under), HALF_PAGE)
+    return Drawing(drawn, table, _method(result))

@@ -1,0 +1,482 @@
+"""The Start page: one model at a glance, the runs, verdicts on claims, the demo's figures; `finding` has the main result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench import plots, prompts
+from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
+from workbench.claims.all_verdicts import Verdicts
+from workbench.claims.judging import chosen, figure
+from workbench.claims.verdict import expected_by_chance
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import read_json
+from workbench.models.registry import label
+from workbench.reports import xray as xrays
+from workbench.runs.catalogue import Entry
+from workbench.runs.records import one_sample
+from workbench.runs.run import Run
+from workbench.statistics.intervals import MIN_SEEDS
+from workbench.views.base import Drawing, view
+from workbench.views.finding import HALF_PAGE, check_part
+from workbench.views.link import Link
+from workbench.views.source import Source, Subject, example
+
+# ---- one model -------------------------------------------------------------------------------------------------------
+
+
+def xray_records(source: Source, subject: Subject) -> pd.DataFrame:
+    """Records of an X-ray at the subject's step and at step 0, each measure on one sample."""
+    frame = source.records([subject.entry], (*xrays.METRICS, xrays.BY_LAYER))
+    return one_sample(frame[frame["step"].isin([0, subject.step])])
+
+
+def missing(source: Source, subject: Subject) -> list[str]:
+    """Measures that an X-ray of this model at this step needs and that are not stored."""
+    frame = xray_records(source, subject)
+    stored = set(frame.loc[frame["step"] == subject.step, "metric"])
+    stored |= {xrays.TOGETHER} if xrays.BY_LAYER in stored else set()
+    return [name for name in xrays.NEEDED if name not in stored]
+
+
+def measure_xray(entry: Entry, step: int, progress: Callable[[int, int], None]) -> None:
+    """Measure and store the records of an X-ray; `progress` may raise between two measures to stop."""
+    from workbench.measurement.measuring import measure
+
+    run = Run.open(entry.path)
+    names = [n for n in xrays.METRICS if n != xrays.SHORT or run.train.T >= 64]
+    at_init = [n for n in names if n != xrays.TOGETHER] if step and 0 in run.steps else []
+    plan = [(step, n) for n in names] + [(0, n) for n in at_init]
+    for i, (at, name) in enumerate(plan):
+        progress(i, len(plan))
+        measure(run, name, steps=[at], n=xrays.DOCUMENTS)
+    progress(len(plan), len(plan))
+
+
+def xray_command(entry: Entry, step: int) -> str:
+    """Return the command that measures the same; an imported run needs a text `FILE`."""
+    data = " --text FILE" if entry.imported else ""
+    if step == entry.steps[-1]:
+        return f"workbench xray {shlex.quote(entry.path)}{data}"
+    metrics = " ".join(f"-m {name}" for name in xrays.METRICS)
+    return f"workbench measure {shlex.quote(entry.path)} {metrics} --steps 0,{step} --documents {xrays.DOCUMENTS}{data}"
+
+
+def _answer(source: Source, link: Link, name: str) -> Drawing:
+    """One X-ray figure with its sentence: of A, or of A, B and A - B."""
+    check_part(link, "model")
+    subjects = source.subjects(link)
+    for subject in subjects:
+        if absent := missing(source, subject):
+            raise WorkbenchError(f"{subject.title}: not measured yet: {', '.join(n.replace('_', ' ') for n in absent)}")
+    frames = xrays.alike([xray_records(source, s).assign(architecture=s.entry.series) for s in subjects])
+    sentence = " ".join(
+        (f"{s.tag}: " if s.tag else "") + xrays.SENTENCES[name](f) for s, f in zip(subjects, frames, strict=True)
+    )
+    parts = [xrays.rows_of(name, frame) for frame in frames]
+    figures = [(s.title, _titled(xrays.drawn(name, rows), name)) for s, rows in zip(subjects, parts, strict=True)]
+    if len(parts) == 1:
+        return Drawing(plots.narrow(figures[0][1], HALF_PAGE), parts[0], sentence)
+    minus = plots.difference(parts[0], parts[1])
+    if len(minus):
+        figures.append((plots.MINUS, _titled(xrays.drawn(name, minus), name)))
+    else:
+        sentence += f" No {plots.MINUS}: no layer in common."
+    named = [p.assign(architecture=s.series) for s, p in zip(subjects, parts, strict=True)]
+    table = pd.concat([*named, minus], ignore_index=True)
+    return Drawing(plots.beside(figures, str(figures[0][1].layout.title.text)), table, sentence)
+
+
+def _titled(drawn: go.Figure, name: str) -> go.Figure:
+    """Put a name in place of the question that an X-ray report asks."""
+    under = str(drawn.layout.title.subtitle.text).partition("; ")
+    return drawn.update_layout(title_text=XRAY_TITLES[name], title_subtitle_text=under[2] or under[0])
+
+
+@view("start")
+def concentration(source: Source, link: Link) -> Drawing:
+    """Concentration of attention by layer, and on what: the first position, nearness, or particular tokens."""
+    return _answer(source, link, "concentration")
+
+
+@view("start")
+def sinks(source: Source, link: Link) -> Drawing:
+    """Attention of every head to the first token, and the norm of that token's value."""
+    return _answer(source, link, "sinks")
+
+
+@view("start")
+def token_share(source: Source, link: Link) -> Drawing:
+    """Share of the variance of values that the token explains."""
+    return _answer(source, link, "token_share")
+
+
+@view("start")
+def residual(source: Source, link: Link) -> Drawing:
+    """Loss change when deep values are replaced by their token's mean, and by zero."""
+    return _answer(source, link, "residual")
+
+
+XRAY_TITLES = {
+    "concentration": "Concentration of attention", "sinks": "Attention sinks", "token_share": "Token information in values",
+    "residual": "Loss change under value replacement",
+}  # fmt: skip
+XRAY = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def runs_table(source: Source) -> pd.DataFrame:
+    """A row for each run of the folder."""
+    columns = ["run", "model", "seed", "state", "trained to step", "checkpoints", "measures", "experiment"]
+    rows = []
+    for e in source.catalogue().entries:
+        if e.being_written:
+            state = "being written now"
+        elif e.kind == "recorded":
+            state = "recorded"
+        elif e.shipped:
+            state = "shipped, read-only"
+        else:
+            state = "finished" if e.finished else f"stopped before step {e.last}"
+        step = e.last if e.shipped else e.steps[-1] if e.steps else None
+        rows.append((e.name, label(e.series), e.seed, state, step, len(e.steps), len(e.measured), e.title))
+    return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
+
+
+# ---- verdicts on claims ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A claim, its verdict from the stored records, and the measures that it needs and that are not stored."""
+
+    claim: Claim
+    verdict: Verdict
+    missing: tuple[str, ...]
+
+    @property
+    def decided(self) -> bool:
+        """True if the runs could test the claim, also without a clear result."""
+        return self.verdict.status in DECIDED
+
+
+def verdicts_key(source: Source, link: Link) -> tuple[Any, ...]:
+    """Key of the verdicts: the finished runs and when they last changed."""
+    return ("verdicts", *((e.path, e.stamp) for e in _finished(source, link)))
+
+
+def _judged_runs(source: Source, link: Link) -> Sequence[Entry]:
+    """All runs of the folder; with `alone=1` the runs of one experiment."""
+    if link.on("alone"):
+        return source.group(link)
+    runs = source.catalogue()
+    return [e for e in runs.entries if Path(runs.folder) in Path(e.path).parents]
+
+
+def _finished(source: Source, link: Link) -> list[Entry]:
+    finished = [e for e in _judged_runs(source, link) if e.finished]
+    if not finished:
+        raise BadData("no finished run: there is nothing to judge yet")
+    return finished
+
+
+def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
+    """Return the judgement of every claim from the records of the finished runs; nothing is measured."""
+    verdicts: Verdicts = source.keep(verdicts_key(source, link), lambda: _verdicts(source, link))
+    source.problems.update(verdicts.problems)
+    return tuple(
+        Judgement(c, verdicts.of[c.name], tuple(m for m in c.metrics if m not in verdicts.metrics)) for c in chosen()
+    )
+
+
+def _verdicts(source: Source, link: Link) -> Verdicts:
+    """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
+    entries, folder = _finished(source, link), Path(source.catalogue().folder)
+    marked = "" if link.on("alone") else all_verdicts.mark(entries)
+    stored = all_verdicts.load(folder, marked) if marked else None
+    if stored is not None:
+        return stored
+    verdicts = source.judge(entries)
+    if marked and source.own():
+        with contextlib.suppress(WorkbenchError):  # a read-only folder
+            all_verdicts.save(folder, marked, verdicts)
+    return verdicts
+
+
+def analyze_command(source: Source, link: Link, question: str | None = None) -> str:
+    """Return the command that measures and judges the claims."""
+    entries, runs = _judged_runs(source, link), source.catalogue()
+    folder, stem = Path(entries[0].path).parent, re.match(r"^[\w+.-]*?[-_]", entries[0].name)
+    alike = [e.name for e in runs.entries if stem and e.name.startswith(stem[0])]
+    if not link.on("alone") or len(entries) == len(runs.entries):
+        paths = shlex.quote(runs.folder)
+    elif stem and alike == [e.name for e in entries]:
+        paths = f"{shlex.quote(str(folder / stem[0]))}*"
+    else:
+        paths = " ".join(shlex.quote(e.path) for e in entries)
+    return f"workbench analyze {paths}{f' --question {question}' if question else ''} --out results"
+
+
+def verdicts_table(judged: Sequence[Judgement]) -> pd.DataFrame:
+    """A row for each claim."""
+    return pd.DataFrame([
+        {"question": j.claim.question, "claim": j.claim.name, "says": j.claim.text,
+         "verdict": j.verdict.words, "because": j.verdict.sentence, "runs": len(j.verdict.runs),
+         "not measured": ", ".join(j.missing), "published": j.claim.published, "source": j.claim.source}
+        for j in judged
+    ])  # fmt: skip
+
+
+@view("start")
+def verdicts(source: Source, link: Link) -> Drawing:
+    """Claims that these runs support, refute or leave open, by question."""
+    check_part(link, "verdicts")
+    judged = judgements(source, link)
+    statuses = [(QUESTIONS[j.claim.question], j.claim.name, j.verdict.status) for j in judged]
+    under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it"
+    results = [j.verdict for j in judged]
+    tested = any(math.isfinite(v.p) for v in results)
+    chance = expected_by_chance(results) if tested else f"No claim is tested: a verdict needs {MIN_SEEDS} seeds."
+    return Drawing(plots.verdicts(statuses, under), verdicts_table(judged), chance)
+
+
+@view("start")
+def verdict(source: Source, link: Link) -> Drawing:
+    """The numbers behind one claim's verdict: the intervals that decide it, or the claim's figure."""
+    check_part(link, "verdicts")
+    judged = judged_claim(judgements(source, link), link)
+    numbers, sentence = judged.verdict.table, judged.verdict.sentence
+    if len(numbers) and {"comparison", "value", "low", "high"} <= set(numbers.columns):
+        title = judged.claim.name.replace("_", " ").capitalize()
+        return Drawing(plots.intervals(numbers, title, judged.verdict.setting), numbers, sentence)
+    from workbench.claims.stored import stored  # imports torch
+
+    runs = [e for e in _finished(source, link) if e.name in set(judged.verdict.runs)]
+    evidence, _ = stored(runs, record_cache=source.cache.records, telemetry_cache=source.cache.telemetry)
+    drawn, rows = figure(judged.claim, judged.verdict, evidence)
+    if drawn is None:
+        raise WorkbenchError("this claim has no figure here; its sentence says why")
+    return Drawing(drawn, rows, sentence)
+
+
+def judged_claim(judged: Sequence[Judgement], link: Link) -> Judgement:
+    """The link's claim, else the first one that is decided."""
+    names = {j.claim.name: j for j in judged}
+    return names[link.choice("claim", names, next((j.claim.name for j in judged if j.decided), None))]
+
+
+# ---- the demo --------------------------------------------------------------------------------------------------------
+
+DEMO = ("sinks", "sinks_without_start", "race", "text")
+DEMO_CLAIMS = (
+    "sharing_values_delays_the_sink", "value_paths_speed_up_induction", "lower_loss", "sinks_drains_and_peaks_vanish_together",
+    "fewer_parameters",
+)  # fmt: skip
+SINK_PANELS = ("sink_mass", "value_drain", "importance_entropy")
+STATUS_FILE, MAX_QUIET_S = ".demo.json", 180  # seconds without a new file, after which a demo has stopped
+NO_TEXT = "no trained text model yet; `workbench demo --all` trains some"
+
+
+@dataclass(frozen=True)
+class DemoStatus:
+    """Progress of a demo; `running` is False after its end or if it has stopped."""
+
+    finished: bool
+    running: bool
+    ready: int
+    planned: int
+    left_s: float | None
+    failed: dict[str, str]
+
+
+def demo_status(folder: Path) -> DemoStatus | None:
+    """Return the progress of the demo in a folder; None without a demo or with a damaged status file."""
+    path = folder / STATUS_FILE
+    try:
+        saved = read_json(path)
+        newest = max([path.stat().st_mtime, *(p.stat().st_mtime for p in folder.glob("*/telemetry"))])
+        left = saved.get("left_s")
+        return DemoStatus(
+            bool(saved["finished"]), not saved["finished"] and time.time() - newest <= MAX_QUIET_S, len(saved["ready"]),
+            len(saved["models"]), None if left is None else float(left),
+            {str(k): str(v) for k, v in dict(saved["failed"]).items()},
+        )  # fmt: skip
+    except (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def demo_runs(source: Source, *experiments: str) -> list[Entry]:
+    """The demo's runs of some experiments, by the names it gives them."""
+    names = re.compile(rf"({'|'.join(experiments)})-.+-s\d+")
+    return [e for e in source.catalogue().entries if names.fullmatch(e.name)]
+
+
+def only_demo(source: Source) -> bool:
+    """Return True if a demo was started in the folder and it has no other runs."""
+    return demo_status(source.folder) is not None and len(demo_runs(source, *DEMO)) == len(source.catalogue().entries)
+
+
+def _shipped(source: Source, names: str) -> list[Entry]:
+    return [
+        dataclasses.replace(e, series=e.architecture) for e in source.shipped().entries if re.fullmatch(names, e.name)
+    ]
+
+
+def race_models(source: Source) -> list[Entry]:
+    """The demo's models of the race to copying; without any, the models of the shipped study at its lowest rate."""
+    shipped = r"induction-(svformer|resformer|transformer|residual_k)-lr=0\.003-s\d+"
+    return demo_runs(source, "race") or _shipped(source, shipped)
+
+
+def text_models(source: Source) -> list[Entry]:
+    """The demo's text models; with fewer than two seeds, the models of a shipped study."""
+    own = demo_runs(source, "text")
+    if len({e.seed for e in own}) > 1:
+        return own
+    return _shipped(source, r"value_paths-(transformer|resformer|svformer|neutreno|denseformer)-s\d+") or own
+
+
+def sink_records(source: Source) -> pd.DataFrame:
+    """Records of the models on the task with an idle head; without a start token they are a separate series."""
+    parts = [source.records(demo_runs(source, name), SINK_PANELS) for name in ("sinks", "sinks_without_start")]
+    bare = parts[1].assign(architecture=parts[1]["architecture"].astype("str") + f"{plots.DETAIL}without start token")
+    return one_sample(pd.concat([parts[0], bare], ignore_index=True))
+
+
+@view("start")
+def forming(source: Source, link: Link) -> Drawing:
+    """The strongest head per run over training: attention to the start token, its value's norm, and concentration."""
+    check_part(link, "demo")
+    frame = sink_records(source)
+    mass = frame[(frame["metric"] == "sink_mass") & frame["control"].isna()]
+    if mass.empty:
+        raise WorkbenchError("no checkpoint is measured yet; the first appears within a minute of `make demo`")
+    last = mass[mass["step"] == mass.groupby("run")["step"].transform("max")]
+    top = last.loc[last.groupby("run")["value"].idxmax(), ["run", "layer"]]
+    rows = frame.merge(top, on=["run", "layer"])  # one head a layer
+    rows = rows[rows["variant"].isna() & (rows["site"].isna() | (rows["site"] == "v"))]
+    rows = rows.assign(layer=None, head=None, metric=pd.Categorical(rows["metric"], SINK_PANELS, ordered=True))
+    rows = rows.sort_values("metric", kind="stable").astype({"metric": "str"})
+    return Drawing(plots.plot(rows, form="steps", title="Attention sink on the start token"), rows)
+
+
+@view("start")
+def race(source: Source, link: Link) -> Drawing:
+    """Copy loss per model over training, and its copying step by run."""
+    check_part(link, "demo")
+    frame = source.telemetry(race_models(source), ["copy_loss"])
+    frame = frame[frame["variant"].isna()]
+    if frame.empty:
+        raise WorkbenchError("no copy loss yet; `workbench demo --full` trains models that copy")
+    return Drawing(plots.race(frame), frame)
+
+
+@view("start")
+def identity(source: Source, link: Link) -> Drawing:
+    """Share of a layer's values that the token explains, before and after training."""
+    check_part(link, "demo")
+    frame = one_sample(source.records(text_models(source), ["token_identity_share"]))
+    rows = frame[frame["site"].isin(["own_v", "v"]) & frame["control"].isna()]
+    if rows.empty:
+        raise WorkbenchError(NO_TEXT)
+    return Drawing(plots.plot(rows, form="profile", title="Token information in values"), rows)
+
+
+@view("start")
+def replaced(source: Source, link: Link) -> Drawing:
+    """Loss change when deep values are replaced by their token's mean, or by zero."""
+    check_part(link, "demo")
+    rows = one_sample(source.records(text_models(source), ["value_ablation"]))
+    if rows.empty:
+        raise WorkbenchError(NO_TEXT)
+    return Drawing(plots.ablation(rows), rows)
+
+
+def demo_models(source: Source, experiment: str) -> list[Entry]:
+    """The demo's models of an experiment that have several checkpoints."""
+    return [e for e in demo_runs(source, experiment) if len(e.steps) > 1]
+
+
+def copying_models(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
+    """Two models of the race, their common steps and the chosen step."""
+    models = {e.name: e for e in demo_models(source, "race")}
+    if not models:
+        raise WorkbenchError("no model of the race has a checkpoint yet")
+    pair = []
+    for side, architecture in (("left", "svformer"), ("right", "transformer")):
+        default = next((name for name, e in models.items() if e.architecture == architecture), next(iter(models)))
+        pair.append(models[link.choice(side, models, default, "model of the race")])
+    return pair, *_common_step(pair, link.whole("at"), 2)
+
+
+def sink_models(source: Source, link: Link) -> tuple[list[Entry], list[int], int]:
+    """Return a model per architecture on the task with an idle head, their common steps and the selected step."""
+    first: dict[str, Entry] = {}
+    for entry in demo_models(source, "sinks"):
+        first.setdefault(entry.architecture, entry)
+    if not first:
+        raise WorkbenchError("no model of this experiment has a checkpoint yet")
+    models = [first[name] for name in plots.ordered(first)]
+    return models, *_common_step(models, link.whole("when"), 3)
+
+
+def _common_step(models: Sequence[Entry], asked: int | None, thirds: int) -> tuple[list[int], int]:
+    """The steps that all models have, and the chosen one; by default the one after so many thirds of them."""
+    common = sorted(set.intersection(*(set(e.steps) for e in models)))
+    step = common[min(thirds * len(common) // 3, len(common) - 1)] if asked is None and common else asked
+    if step not in common:
+        raise WorkbenchError(f"these models have no common checkpoint at step {step}; choose from {common}")
+    return common, int(step)
+
+
+@view("start")
+def resting_heads(source: Source, link: Link) -> Drawing:
+    """Attention map of the head with the strongest sink after training, in each architecture at one step."""
+    check_part(link, "demo")
+    models, _, step = sink_models(source, link)
+    return _maps(
+        source, models, step, "sink_mass", "Strongest sink head", "most attention to the start token at the end"
+    )
+
+
+@view("start")
+def copying_heads(source: Source, link: Link) -> Drawing:
+    """Attention map of the head with the highest induction score after training, in two models at one step."""
+    check_part(link, "demo")
+    models, _, step = copying_models(source, link)
+    return _maps(source, models, step, "induction_score", "Best copying head", "highest induction score at the end")
+
+
+def _maps(source: Source, models: Sequence[Entry], step: int, metric: str, title: str, which: str) -> Drawing:
+    """Attention maps at one step of the head that is highest by a measure at each run's last step."""
+    maps, tables = [], []
+    for entry in models:
+        frame = source.records([entry], [metric])
+        rows = frame[(frame["step"] == entry.steps[-1]) & frame["variant"].isna() & frame["control"].isna()]
+        layer, head = entry.n_layers - 1, 0
+        if len(rows):
+            layer, head = map(int, rows.sort_values("value").iloc[-1][["layer", "head"]])
+        subject, text = Subject(entry, step), example(entry)
+        window = source.derive(prompts.attention_map, prompts.attention_inputs, subject, text, layer, head, most=256)
+        name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
+        maps.append((name, window.weights, source.tokens(subject, text)))
+        query, key = np.tril_indices(len(window.weights))
+        where = {"run": entry.name, "step": step, "layer": layer, "head": head, "query": query, "key": key}
+        tables.append(pd.DataFrame({**where, "attention": window.weights[query, key]}))
+    drawn = plots.attention_pair(maps, title, f"{which}; one fixed sequence; training step {step}")
+    return Drawing(drawn, pd.concat(tables, ignore_index=True))
