@@ -72,11 +72,11 @@ class CallHandler(Protocol):
 
     def other(self, name: str) -> None:
         """Note a function that may be an attention in another form, by name."""
-        return None
+        return
 
     def wrote(self) -> None:
         """Note that a tensor was written in place."""
-        return None
+        return
 
 
 @functools.cache
