@@ -109,5 +109,14 @@ def _claim(name: str, verdict: Verdict) -> str:
         "Here": verdict.sentence, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
         "Supported if": claim.supports, "Refuted if": claim.refutes,
     }  # fmt: skip
-    lines = "".join(f"- {key}: {text}\n" for key, text in facts.items())
-    return f"\n### {name}\n\n{claim.text}\n\n**{verdict.words.capitalize()}.**\n\n{lines}"
+    return f"\n### {name}\n\n{claim.text}\n\n**{verdict.words.capitalize()}.**\n{listed(facts)}"
+
+
+def listed(facts: Mapping[str, str]) -> str:
+    """Return facts as paragraphs. A fact with three parts or more becomes a list."""
+    paragraphs = []
+    for key, text in facts.items():
+        parts = text.split("; ")
+        items = "".join(f"- {part}\n" for part in parts)
+        paragraphs.append(f"\n**{key}:** {text}\n" if len(parts) < 3 else f"\n**{key}:**\n\n{items}")
+    return "".join(paragraphs)

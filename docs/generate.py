@@ -116,8 +116,8 @@ def figures_page() -> str:
                 "Supported if": claim.supports, "Refuted if": claim.refutes, "Checkable at": claim.scale,
                 "Published": claim.published, "Source": claim.source,
             }  # fmt: skip
-            parts.append(f"\n### {claim.name}\n\n{claim.text}\n\n")
-            parts.append("".join(f"- {key}: {value}\n" for key, value in facts.items()))
+            parts.append(f"\n### {claim.name}\n\n{claim.text}\n")
+            parts.append(evidence.listed(facts))
     return "".join(parts)
 
 
