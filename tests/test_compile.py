@@ -181,7 +181,7 @@ def test_a_part_compiled_as_one_graph_refuses_hooks(tiny, ids):
     with (
         model.hooks([(POINT, erase)]),
         pytest.raises(
-            torch._dynamo.exc.Unsupported, match=r"raised exception WorkbenchError\('hooks are no part of a graph"
+            torch._dynamo.exc.Unsupported, match=r"raised exception WorkbenchError\('compiled graphs contain no hooks"
         ),
     ):
         model(ids)

@@ -1,7 +1,7 @@
-"""Frozen settings of models and of training, and the presets; unknown keys are refused with the nearest names.
+"""Frozen configs of models and of training, and the presets; unknown keys are refused with the nearest names.
 
 Sizes `2m`, `82m`, `180m` and `468m` and the recipe are those of Zhou et al. (2024), Value Residual Learning;
-`tiny` and `mini` are scaled down to a laptop's minutes and a small GPU's.
+`tiny` trains in minutes on a laptop, `mini` on a small GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.errors import UnknownName, WorkbenchError
 
-MAX_WHOLE = 2**63  # what a tensor's size can be
+MAX_INTEGER = 2**63  # of a tensor's size
 
 
 def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def _complete(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
 
 
 def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
-    """Refuse what is no finite number, no whole one where an int is declared, or not positive."""
+    """Refuse values that are not finite positive numbers of the declared type."""
     for each in dataclasses.fields(config):
         value, kind = getattr(config, each.name), str(each.type)
         if kind not in ("int", "float", "bool"):
@@ -41,7 +41,7 @@ def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
         allowed = (int, float) if kind == "float" else (int,)
         typed = isinstance(value, allowed) and isinstance(value, bool) == (kind == "bool")
         zero = kind == "bool" or each.name in may_be_zero
-        limit = math.inf if kind == "float" else MAX_WHOLE
+        limit = math.inf if kind == "float" else MAX_INTEGER
         if not typed or not 0 <= value < limit or (value == 0 and not zero):
             bound = f" below {limit}" if typed and value >= limit else ""
             raise WorkbenchError(f"{each.name}={value!r}: must be a {'' if zero else 'positive '}{kind}{bound}")
@@ -49,9 +49,9 @@ def _numbers(config: Any, *, may_be_zero: tuple[str, ...] = ()) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder, keys as in TransformerLens.
+    """Shape of a decoder, with TransformerLens' keys; raises `WorkbenchError` for impossible shapes.
 
-    `n_key_value_heads` defaults to `n_heads`. Raises `WorkbenchError` for shapes that cannot be built.
+    `n_key_value_heads` defaults to `n_heads`.
     """
 
     n_layers: int
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, preset_or_config: str | ModelConfig | Mapping[str, Any]) -> ModelConfig:
-        """A config from a preset's name, a mapping of config keys, or itself."""
+        """Return a config from a preset's name, a mapping of config keys, or a config."""
         if isinstance(preset_or_config, ModelConfig):
             return preset_or_config
         if isinstance(preset_or_config, str):
@@ -105,7 +105,7 @@ class ModelConfig:
         return cls(**preset_or_config)
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some keys changed; heads that were not grouped stay so."""
+        """Return a copy with changed keys; ungrouped heads stay ungrouped."""
         _known(type(self), "config key", changes)
         if "n_heads" in changes and self.n_key_value_heads == self.n_heads:
             changes.setdefault("n_key_value_heads", changes["n_heads"])
@@ -114,12 +114,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedConfig(ModelConfig):
-    """Shape of an observed module; `rms_norm_eps`, `rope_theta` and `init_std` say nothing about it."""
+    """Shape of an observed module; its `rms_norm_eps`, `rope_theta` and `init_std` have no meaning."""
 
     head_width: int
 
     def __post_init__(self) -> None:
-        """Refused is only what is no number: it is a description, and its heads need not cut its width."""
+        """Check the types only: heads of an observed module need not divide its width."""
         for each in dataclasses.fields(self):
             if each.type == "int" and type(value := getattr(self, each.name)) is not int:
                 raise WorkbenchError(f"{each.name}={value!r}: must be an int")
@@ -132,11 +132,12 @@ class ObservedConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The recipe: AdamW (0.9, 0.95), decay of matrices only, clipping, warm-up then cosine to a tenth.
+    """The recipe: AdamW (0.9, 0.95), decay of matrices only, clipping, warm-up, then cosine to a tenth.
 
-    `batch` sequences of `T` tokens a step over all processes; `warmup` and `steps` in steps; `log_every` steps between
-    telemetry rows, `save_every` between resume points; `checkpoints` per doubling of the step (plus step 0 and the
-    last). `lr_factors`: pattern of parameter names -> factor on their learning rate, as {"blocks.0.*": 5}.
+    A step has `batch` sequences of `T` tokens over all processes. `warmup` and `steps` count steps. A telemetry row is written every
+    `log_every` steps and a resume point every `save_every` steps. `checkpoints` counts checkpoints per doubling of the step, in
+    addition to step 0 and the last step. `lr_factors` maps patterns of parameter names to factors of the learning rate, as
+    {"blocks.0.*": 5}.
     """
 
     steps: int
@@ -172,27 +173,27 @@ class TrainConfig:
         object.__setattr__(self, "lr_factors", dict(self.lr_factors))
 
     def replace(self, **changes: Any) -> TrainConfig:
-        """A copy with some keys changed."""
+        """Return a copy with changed keys."""
         _known(type(self), "training key", changes)
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """A config from a mapping, unknown keys refused."""
+        """Return a config from a mapping; unknown keys are refused."""
         _complete(cls, "training key", values)
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A model size with the training that suits it."""
+    """A model size and its training recipe."""
 
     model: ModelConfig
     train: TrainConfig
 
     @property
     def vocabulary(self) -> int:
-        """Size of the tokenizer trained where none is asked for: the model's, as far as small corpora have merges for it."""
+        """Default vocabulary of a new tokenizer: the model's, at most 4,096, since small corpora have too few merges for more."""
         return min(self.model.d_vocab, 4096)
 
 

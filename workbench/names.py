@@ -1,10 +1,9 @@
-"""The vocabulary: every activation, the hook point where it is seen, its axes, one line of meaning.
+"""The names of all activations, with hook point, axes and a one-line meaning.
 
-Names and layouts are TransformerLens' classic ones; what value-residual models add stands beside them: a tensor on its
-way into a layer at `attn.own` (as projected there), `attn.source.<j>` (layer j's), `attn.table` (by token id) and
-`attn.cross` (keys, values, scores and pattern of another layer; `attn.cross.<j>` where several are read); the coefficients
-in use; DenseFormer's averages; the streamed attention statistics. `attn.first` is an alias of `attn.source.0` wherever a
-hook name is given or looked up.
+Names and layouts are those of TransformerLens. Value-residual models have further hook points. `attn.own` has tensors that the layer
+projects itself, `attn.source.<j>` those of layer j, and `attn.table` those looked up by token id. `attn.cross` has keys, values,
+scores and pattern of another layer (`attn.cross.<j>` if a layer reads several). Others show coefficients, DenseFormer's averages and
+the streamed attention statistics. `attn.first` is an alias of `attn.source.0` in every hook name.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One named activation: `hook` is its hook point with `{layer}` left open, `axes` its layout."""
+    """One named activation: its hook point, with `{layer}` as a placeholder, and its axes."""
 
     hook: str
     axes: str
@@ -27,7 +26,7 @@ class Activation:
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is one of these in each block."""
+        """Whether each block has this activation."""
         return "{layer}" in self.hook
 
 
@@ -38,19 +37,17 @@ def _block(point: str, axes: str, meaning: str) -> Activation:
 ACTIVATIONS: dict[str, Activation] = {
     "embed": Activation(hook="hook_embed", axes="batch pos d_model", meaning="token embeddings"),
     "stream": _block(
-        "hook_resid_pre", "pos d_model", "what block n reads; L: what the final norm reads; final: after it"
+        "hook_resid_pre", "pos d_model", "input of block n; L: input of the final norm; final: its output"
     ),
-    "attn_out": _block("hook_attn_out", "pos d_model", "attention's addition to the stream"),
-    "mlp_out": _block("hook_mlp_out", "pos d_model", "the MLP's addition to the stream"),
+    "attn_out": _block("hook_attn_out", "pos d_model", "attention output, added to the stream"),
+    "mlp_out": _block("hook_mlp_out", "pos d_model", "MLP output, added to the stream"),
     "q": _block("attn.hook_q", "pos head d_head", "effective query, before the rotation"),
     "k": _block("attn.hook_k", "pos kv_head d_head", "effective key, before the rotation"),
     "rot_q": _block("attn.hook_rot_q", "pos head d_head", "query after rotary position encoding"),
     "rot_k": _block("attn.hook_rot_k", "pos kv_head d_head", "key after rotary position encoding"),
     "v": _block("attn.hook_v", "pos kv_head d_head", "effective value: what the attention pattern multiplies"),
     "own_v": _block("attn.own.hook_v", "pos kv_head d_head", "value projected from this layer's own input"),
-    "latent": _block(
-        "attn.hook_latent", "pos latent", "what keys and values are projected from, where it is compressed (MLA)"
-    ),
+    "latent": _block("attn.hook_latent", "pos latent", "compressed input of keys and values (MLA)"),
     "first_v": _block("attn.source.0.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
     "v_mix": Activation(
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
@@ -58,12 +55,14 @@ ACTIVATIONS: dict[str, Activation] = {
     "v_weights": _block(
         "attn.hook_v_weights",
         "pos kv_head source",
-        "value coefficients of each token, where they depend on it: own last",
+        "value coefficients of each token, if they depend on it; own last",
     ),
     "table_v": _block("attn.table.hook_v", "pos kv_head d_head", "value looked up by token id"),
-    "cross_v": _block("attn.cross.hook_v", "pos kv_head d_head", "another layer's value, attended to beside the own"),
-    "own_q": _block("attn.own.hook_q", "pos head d_head", "query as projected here, where it is mixed"),
-    "own_k": _block("attn.own.hook_k", "pos kv_head d_head", "key as projected here, where it is mixed"),
+    "cross_v": _block(
+        "attn.cross.hook_v", "pos kv_head d_head", "another layer's value, attended to in addition to the own"
+    ),
+    "own_q": _block("attn.own.hook_q", "pos head d_head", "query as projected here, before it is mixed"),
+    "own_k": _block("attn.own.hook_k", "pos kv_head d_head", "key as projected here, before it is mixed"),
     "first_q": _block("attn.source.0.hook_q", "pos head d_head", "first layer's query as it arrives here"),
     "first_k": _block("attn.source.0.hook_k", "pos kv_head d_head", "first layer's key as it arrives here"),
     "first_rot_q": _block(
@@ -84,7 +83,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "output_mix": Activation(
         hook="blocks.{layer}.attn.hook_output_mix",
         axes="source",
-        meaning="coefficients in use of what is added to the head outputs",
+        meaning="coefficients in use of the terms added to the head outputs",
     ),
     "pattern_mix": Activation(
         hook="blocks.{layer}.attn.hook_pattern_mix",
@@ -117,22 +116,22 @@ ACTIVATIONS: dict[str, Activation] = {
         meaning="weights of the averaged outputs in use, own last",
     ),
     "depth_weights": _block(
-        "hook_depth_weights", "pos head source", "weights by token of what follows the block, over earlier outputs"
+        "hook_depth_weights", "pos head source", "weights by token of earlier outputs in the input after the block"
     ),
     "mid_depth_weights": _block(
-        "hook_mid_depth_weights", "pos head source", "weights by token of what the MLP reads, over earlier outputs"
+        "hook_mid_depth_weights", "pos head source", "weights by token of earlier outputs in the MLP's input"
     ),
     **{
         f"{kind}_{name}": _block(f"hook_{kind}_{name}", f"pos {axes}", meaning.format(sublayer))
         for kind, sublayer in (("attn", "attention"), ("mlp", "MLP"))
         for name, axes, meaning in (
-            ("h_pre", "stream", "weights of the streams in what the {} reads"),
-            ("h_res", "into from", "how the streams mix on their way past the {}"),
-            ("h_post", "stream", "how much of the {}'s output each stream gets"),
+            ("h_pre", "stream", "weights of the streams in the {}'s input"),
+            ("h_res", "into from", "mixing matrix of the streams past the {}"),
+            ("h_post", "stream", "weights of the {}'s output in the streams"),
         )
     },
     "streams": _block(
-        "hook_streams", "pos stream d_model", "all residual streams behind the block, where there are several"
+        "hook_streams", "pos stream d_model", "all residual streams after the block, if there are several"
     ),
     "logits": Activation(hook="", axes="batch pos vocab", meaning="the model's output"),
     "tokens": Activation(hook="", axes="batch pos", meaning="input token ids"),
@@ -140,23 +139,23 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def hook_name(name: str) -> str:
-    """The one name of a hook point that may be given by an alias: `attn.first` is `attn.source.0`."""
+    """Resolve the alias in a hook name: `attn.first` is `attn.source.0`."""
     return name.replace(".attn.first.", ".attn.source.0.")
 
 
-def either_name(chosen: Callable[[str], bool]) -> Callable[[str], bool]:
-    """A filter of hook names that is True where the name or its alias passes."""
-    return lambda name: chosen(name) or chosen(name.replace(".attn.source.0.", ".attn.first."))
+def either_name(passes: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Return a filter of hook names that passes a name or its alias."""
+    return lambda name: passes(name) or passes(name.replace(".attn.source.0.", ".attn.first."))
 
 
 def path_name(hook: str) -> str:
-    """The path that a hook point of an attention shows, in a word: `own`, `first`, `source.<j>`, `table`, `cross`, ..."""
+    """Return the value path of an attention's hook point: `own`, `first`, `source.<j>`, `table`, `cross`, ..."""
     path = hook.partition(".attn.")[2].rpartition("hook_")[0].rstrip(".")
     return "first" if path == "source.0" else path or "own"
 
 
 class ByHookName(dict[str, V]):
-    """What belongs to hook points, by name or alias."""
+    """A dictionary by hook point, for names and aliases."""
 
     def __missing__(self, key: Any) -> V:
         name = hook_name(key) if isinstance(key, str) else key
@@ -176,17 +175,17 @@ class ByHookName(dict[str, V]):
 
 
 STATISTICS = ("received", "row_entropy", "row_max", "sink", "lse")
-"""Attention statistics that the kernel streams: hook points `attn.hook_<name>`, no T x T array behind them."""
+"""Attention statistics at `attn.hook_<name>`, which the kernel computes without a T x T array."""
 
 NULL = "null"
-"""One more statistic where a column of the softmax is no key: what of each row goes to no token."""
+"""A further statistic of sink logits: the attention of each row that goes to no token."""
 
 QUADRATIC = ("hook_attn_scores", "hook_pattern")
-"""Hook points whose tensors grow with the square of the length."""
+"""Hook points with T x T tensors."""
 
 
 def position_axis(hook: str) -> int | None:
-    """Axis of the position in a hook point's tensor counted from the end, None where it has none."""
+    """Return the position axis of a hook point's tensor, counted from the end; None if it has none."""
     point = hook.rsplit(".", 1)[-1]
     if point.endswith("_mix") or point == "hook_dwa_weights":
         return None
@@ -198,35 +197,35 @@ def position_axis(hook: str) -> int | None:
 
 
 def is_statistic(hook: str) -> bool:
-    """Whether a hook point shows a streamed statistic: it can be read, not replaced, and carries no gradient."""
+    """Return whether a hook point shows a streamed statistic, which is read-only and has no gradient."""
     return hook.rsplit("hook_", 1)[-1] in (*STATISTICS, NULL)
 
 
 def stream_hook(index: int | str, n_layers: int) -> str:
-    """Hook point of stream `index`: 0..L-1 the blocks' inputs, L the final norm's input, `final` its output."""
+    """Return the hook point of stream `index`: 0..L-1 the blocks' inputs, L the final norm's input, `final` its output."""
     if index == "final":
         return "unembed.hook_in"
     return f"blocks.{n_layers - 1}.hook_resid_post" if index == n_layers else f"blocks.{index}.hook_resid_pre"
 
 
 def before_branching(model: Any, layer: int, name: str) -> str:
-    """Where the gradient is that of all readers: averages keep some blocks' inputs before the block's own hook point."""
+    """Return the hook point whose gradient covers all readers of a block's input, which averages may read earlier."""
     if not name.endswith("hook_resid_pre") or not getattr(model.blocks[layer], "shares_input", False):
         return name
     return f"blocks.{layer - 1}.hook_resid_post" if layer else "hook_embed"
 
 
 def layer_of(hook: str) -> int | None:
-    """The block a hook point belongs to, None outside the blocks."""
+    """Return the block of a hook point, None outside the blocks."""
     match = re.match(r"blocks\.(\d+)\.", hook)
     return int(match[1]) if match else None
 
 
 class NamedHookPoints:
-    """Base of models whose hook points bear these names: our own, and foreign ones under `workbench.observe`.
+    """Base class of models with these hook points: our own, and observed ones of `workbench.observe`.
 
-    It stands here, below torch, so that code which must not import the models can tell them by it.
+    This module needs no torch, so code that must not import the models can check for the class.
     """
 
     foreign: Any = None
-    """The observed module; None where the model is our own."""
+    """The observed module; None for our own models."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.base import batches_of, intervention, losses, mean_row
-from workbench.models.hook_points import reading
+from workbench.models.hook_points import read_only
 
 _BRANCH = re.compile(r"blocks\.(\d+)\.attn\.(?:source\.\d+|table|cross(?:\.\d+)?)\.hook_v")
 
@@ -27,7 +27,7 @@ def branches(model: Any) -> dict[int, list[str]]:
 
 def _read(model: Any, ids: Tensor, names: list[str], read: Callable[[str, Tensor], None]) -> None:
     """Hand what arrives at these points to `read`, and keep nothing of the run: its logits may be larger than all else."""
-    with model.hooks([(name, reading(lambda value, hook: read(hook.name, value))) for name in names]):
+    with model.hooks([(name, read_only(lambda value, hook: read(hook.name, value))) for name in names]):
         model(ids, return_type=None)
 
 

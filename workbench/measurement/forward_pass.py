@@ -23,7 +23,7 @@ from workbench.data.sources import Sample
 from workbench.errors import WorkbenchError
 from workbench.metrics import Metric
 from workbench.metrics.base import AXES
-from workbench.models.hook_points import reading
+from workbench.models.hook_points import read_only
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, stream_hook
 from workbench.observing.interception.segments import Segments, weighted_mean
@@ -305,7 +305,7 @@ def _reducers(
     waiting = {id(reduction): set(hooks.values()) for reduction, hooks in entries}
     held = dict(given)
 
-    @reading
+    @read_only
     def arrive(tensor: Tensor, hook: Any) -> None:
         held[alias_of[hook.name]] = tensor
         for reduction, _ in entries:

@@ -1,4 +1,4 @@
-"""The decoder, its hook points, caches and generation, and one file per architecture; imported when used, as torch is."""
+"""The decoder, its hook points, caches and generation, and one file per architecture; torch is imported on first use."""
 
 from __future__ import annotations
 

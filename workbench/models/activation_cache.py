@@ -1,6 +1,6 @@
-"""TransformerLens' `ActivationCache` with patterns that are rebuilt when named, and decompositions that sum to the stream.
+"""TransformerLens' `ActivationCache` with patterns on demand and decompositions that sum to the stream.
 
-Imported when a cache is made or read: TransformerLens takes longer to import than PyTorch.
+This module is imported when a cache is made or read, since TransformerLens takes longer to import than PyTorch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from workbench.models.activations import RebuiltPatterns
 
 
 def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """One of TransformerLens' decompositions of the stream, each part multiplied by how much of it arrives there.
+    """Wrap one of TransformerLens' decompositions so that each part is multiplied by its coefficient in the stream.
 
-    Theirs adds outputs up as they leave their blocks, which is the stream only where every skip connection stands and
-    nothing is averaged. A remainder is what is missing to the stream; where nothing is averaged or cut, all is theirs.
+    TransformerLens adds unweighted outputs, which is the stream only without averages and cut skips. Their remainder is the
+    difference to the stream.
     """
     signature = inspect.signature(method)
 
@@ -37,7 +37,7 @@ def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
         layer = n_layers if arguments["layer"] in (None, -1) else arguments["layer"]
         paths = model.stream_paths(layer, mid=arguments.get("mlp_input", False), cache=self.cache_dict)
         tensors = RebuiltPatterns(self.cache_dict)
-        if 0 < layer < n_layers:  # the stream at this layer; a block's output may still be averaged on its way there
+        if 0 < layer < n_layers:  # the stream at this layer, after an average
             tensors[f"blocks.{layer - 1}.hook_resid_post"] = self["resid_pre", layer]
         neurons = method.__name__ == "stack_neuron_results" or bool(arguments.get("expand_neurons"))
         _weigh(tensors, model, paths, neurons=neurons)
@@ -47,7 +47,7 @@ def arriving(method: Callable[..., Any]) -> Callable[..., Any]:
     return exact
 
 
-_SAID_AT = {  # an output -> where it stands, and what its heads and neurons say
+_POINTS_OF = {  # an output -> its hook point, and those of its heads and neurons
     "embed": ("hook_embed",),
     "attn_out": ("hook_attn_out", "attn.hook_result", "attn.hook_z"),
     "mlp_out": ("hook_mlp_out", "mlp.hook_post"),
@@ -58,42 +58,38 @@ _OUTPUT_NORM = {"attn_out": "ln1_post", "mlp_out": "ln2_post"}
 
 
 def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Tensor], *, neurons: bool) -> None:
-    """Multiply each output, and what its heads and neurons say, by how much of it arrives."""
+    """Multiply each output, its heads and its neurons by the output's coefficient."""
     for name, weight in paths.items():
         layer, kind = ("", name) if name == "embed" else name.split("_", 1)
-        stem, points, norm = f"blocks.{layer}." if layer else "", _SAID_AT[kind], _OUTPUT_NORM.get(kind, "")
+        stem, points, norm = f"blocks.{layer}." if layer else "", _POINTS_OF[kind], _OUTPUT_NORM.get(kind, "")
         post = getattr(model.blocks[int(layer)], norm) if layer else None
         if post is None and isinstance(weight, float) and weight == 1.0:
             continue
-        if post is not None or (isinstance(weight, Tensor) and weight.shape[-1] > 1):  # a factor for each channel
+        if post is not None or (isinstance(weight, Tensor) and weight.shape[-1] > 1):  # one factor per channel
             if neurons and kind == "mlp_out":
                 raise WorkbenchError(
-                    f"{name} arrives with a weight for each channel, so that its neurons have no vector of their own"
-                    " there: ask for whole MLPs (expand_neurons=False), or workbench.decompose"
+                    f"{name} has one coefficient per channel, so single neurons have no part of the stream:"
+                    " use complete MLPs (expand_neurons=False), or workbench.decompose"
                 )
             if kind == "attn_out" and (z := tensors.get(f"{stem}attn.hook_z")) is not None:
-                said = torch.einsum("...hd,hdm->...hm", z, model.blocks[int(layer)].attn.W_O)
+                result = torch.einsum("...hd,hdm->...hm", z, model.blocks[int(layer)].attn.W_O)
                 share = None if post is None else post.share(tensors[f"{stem}{norm}.hook_scale"])
-                tensors[f"{stem}attn.hook_result"] = said if share is None else share[..., None, :] * said
+                tensors[f"{stem}attn.hook_result"] = result if share is None else share[..., None, :] * result
             points = points[:2] if kind == "attn_out" else points[:1]
         for point in points:
             if (tensor := tensors.get(stem + point)) is not None:
-                tensors[stem + point] = _factor(weight, tensor) * tensor
-
-
-def _factor(weight: float | Tensor, tensor: Tensor) -> float | Tensor:
-    """A weight in the shape that multiplies a tensor, which may have an axis of heads more."""
-    if not isinstance(weight, Tensor):
-        return weight
-    weight = weight.to(torch.promote_types(tensor.dtype, torch.float32))
-    return weight if weight.ndim == tensor.ndim else weight[..., None, :]
+                factor = weight
+                if isinstance(weight, Tensor):
+                    factor = weight.to(torch.promote_types(tensor.dtype, torch.float32))
+                    factor = factor if weight.ndim == tensor.ndim else factor[..., None, :]  # the same for all heads
+                tensors[stem + point] = factor * tensor
 
 
 class Cache(ActivationCache):
-    """TransformerLens' ActivationCache whose patterns cost nothing until they are named.
+    """TransformerLens' ActivationCache with patterns on demand and decompositions that sum to the stream.
 
-    Its decompositions sum to the stream in every architecture, and `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`
-    (TransformerLens' own shorthand would pass over `own` and hand out another tensor).
+    `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`; TransformerLens' shorthand would ignore `own` and return another
+    tensor.
     """
 
     cache_dict: Any
@@ -104,24 +100,24 @@ class Cache(ActivationCache):
     get_full_resid_decomposition = arriving(ActivationCache.get_full_resid_decomposition)
 
     def __getitem__(self, key: Any) -> Tensor:
-        """By name or shorthand; `(name, layer, branch)` with a branch as `own`, `source.2`, `first` (`source.0`), `cross`."""
+        """Return an activation by name or shorthand `(name, layer, branch)`, with a branch such as `own`, `source.2`, `first`."""
         if isinstance(key, tuple) and len(key) == 3 and re.match(r"(own|first|source|table|cross)\b", str(key[2])):
             point, layer, branch = key
             layer = layer + self.model.cfg.n_layers if layer < 0 else layer
             key = f"blocks.{layer}.attn.{branch}.hook_{point}"
         try:
             return super().__getitem__(key)
-        except KeyError as error:  # of the name that a shorthand stands for
+        except KeyError as error:  # its argument is the resolved name
             raise KeyError(f"no {key!r} was cached; {suggest(str(error.args[0]), list(self.cache_dict))}") from None
 
     def to(self, device: str | torch.device) -> Cache:
-        """The same cache with its tensors on a device."""
+        """Move the tensors to a device."""
         moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
         self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
         return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Any) -> Cache:
-        """A cache of some of the sequences."""
+        """Return a cache of some of the sequences."""
         cut = super().apply_slice_to_batch_dim(batch_slice)
-        kept = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
-        return Cache(kept, self.model, has_batch_dim=cut.has_batch_dim)
+        tensors = RebuiltPatterns(cut.cache_dict).with_recipes(self.cache_dict.recipes)
+        return Cache(tensors, self.model, has_batch_dim=cut.has_batch_dim)

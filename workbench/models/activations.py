@@ -1,4 +1,4 @@
-"""Attention scores and patterns from queries and keys, and cached activations that rebuild them when they are named."""
+"""Attention scores and patterns from queries and keys, and cached activations that rebuild them when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.names import QUADRATIC, ByHookName, hook_name
 
 
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled, masked scores [..., head, query, key] of rotated q [..., pos, head, d_head] and k with its kv heads."""
+    """Return scaled, masked scores [..., head, query, key] of rotated q [..., pos, head, d_head] and grouped k."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     scores = torch.einsum("...qhd,...khd->...hqk", q, k) * q.shape[-1] ** -0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -21,12 +21,12 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def probabilities(scores: Tensor, dtype: torch.dtype, null: Tensor | None = None) -> Tensor:
-    """Attention pattern of scores, in float32 or better, then `dtype`; `null`: logits [head] of a column that is no key."""
+    """Return the softmax of scores in `dtype`; `null` has the logits [head] of an additional column."""
     return shares(scores, null).to(dtype)
 
 
 class RebuiltPatterns(ByHookName[Tensor]):
-    """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are named."""
+    """Cached activations; scores and patterns are rebuilt from rotated queries and keys when they are read."""
 
     recipes: Sequence[Any] = ()
     """One `joint_attention.Recipe` for each layer whose attention a shortcut defines."""

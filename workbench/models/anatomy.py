@@ -1,4 +1,4 @@
-"""How a model's stream and logits are made of parts: what `decompose` asks of a model, and the run that it is told of."""
+"""The interface through which `decompose` splits a model's stream and logits into parts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData
-from workbench.models.hooked import HookedModel, cut
+from workbench.models.hooked import HookedModel, slice_positions
 from workbench.names import position_axis
 
 By = Literal["layer", "head", "value_path"]
 BIAS = "bias"
-"""Label of what no part of the stream brings: what the final norm and the head add by themselves."""
+"""Label of the constant that the final norm and the head add to the logits."""
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest error of the sum for the coarsest type on the way, in units of the largest sum of the parts' magnitudes."""
+"""Largest relative error of the sum by the coarsest type of the run, relative to the largest sum of the parts' magnitudes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What follows the last stream in one run: logits = W_U (gain * (x - mean x) / divisor + shift) + bias."""
+    """The final norm and the head in one run: logits = W_U (gain * (x - mean x) / divisor + shift) + bias."""
 
     centred: bool
-    """Whether the norm takes the mean over d_model away."""
+    """Whether the norm subtracts the mean over d_model."""
     divisor: Tensor
     """Frozen, [batch, pos, 1]."""
     gain: Tensor
@@ -35,53 +35,53 @@ class Ending:
     head: Tensor
     """W_U, [d_vocab, d_model]."""
     shift: Tensor | None = None
-    """[d_model]; None where the norm adds nothing."""
+    """[d_model]; None for a norm without a shift."""
     bias: Tensor | None = None
-    """[d_vocab]; None where the head adds nothing."""
+    """[d_vocab]; None for a head without a bias."""
 
     def normed(self, x: Tensor) -> Tensor:
-        """The norm of x [..., batch, pos, d_model] before its gain, linear in x."""
+        """Return x [..., batch, pos, d_model] normed but before the gain; linear in x."""
         return (x - x.mean(-1, keepdim=True) if self.centred else x) / self.divisor
 
     @property
     def constant(self) -> Tensor | None:
-        """What norm and head add to the logits whatever they read, [d_vocab]; None where that is nothing."""
+        """The constant part of the logits [d_vocab], None if there is none."""
         if self.shift is None:
             return self.bias
         return self.head @ self.shift if self.bias is None else self.head @ self.shift + self.bias
 
 
 class Anatomy(ABC):
-    """The parts of a model's stream, and what its end makes of them."""
+    """The parts of a model's stream and its final norm and head."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
 
     @property
     def inner_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Types that tensors are rounded to between hook points, where these are coarser than the activations'."""
+        """Types coarser than the activations' to which tensors are rounded between hook points."""
         return ()
 
     @abstractmethod
     def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
-        """Hook points that a decomposition of stream `layer`, or of what follows the last one (`frozen`), reads."""
+        """Return the hook points for a decomposition of stream `layer`; with `frozen` also those of the final norm."""
 
     @abstractmethod
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """(label, [batch, pos, d_model]) of all that sums to a stream."""
+        """Return (label, [batch, pos, d_model]) of all parts of a stream."""
 
     @abstractmethod
     def ending(self, read: Reader) -> Ending:
-        """What follows the last stream."""
+        """Return the final norm and the head."""
 
     @abstractmethod
     def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Logits of every position (None of a model without a head) and the named activations of a run on tokens or text."""
+        """Run tokens or text; return the logits of every position (None without a head) and the named activations."""
 
 
 @dataclass
 class Reader:
-    """Activations of one run as they are needed: with a batch, float32 or better."""
+    """Reads activations of one run with a batch axis, in float32 or better."""
 
     anatomy: Anatomy
     given: Any
@@ -111,14 +111,14 @@ class Reader:
         self.coarsest = max((self.coarsest, *self.anatomy.inner_dtypes), key=lambda dtype: TOLERANCE[dtype])
 
     def __call__(self, name: str) -> Tensor:
-        """[batch, ...] of every position."""
+        """Return an activation [batch, ...] at every position."""
         tensor = self.tensors[name].to(self.wide)
         return tensor if self.batched or position_axis(name) is None else tensor[None]
 
     def cut(self, name: str) -> Tensor:
-        """[batch, pos, ...] of the positions to keep."""
-        return self.kept(self(name))
+        """Return an activation [batch, pos, ...] at the selected positions."""
+        return self.at_positions(self(name))
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """[batch, pos, ...] cut to them."""
-        return tensor if self.pos is None else cut(tensor, self.pos, axis=1)
+    def at_positions(self, tensor: Tensor) -> Tensor:
+        """Return [batch, pos, ...] at the selected positions."""
+        return tensor if self.pos is None else slice_positions(tensor, self.pos, axis=1)

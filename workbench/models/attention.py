@@ -193,35 +193,29 @@ class Attention(HookedModule):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
         """Return the head outputs [batch, pos, head, d_head]; form statistics and pattern only if a hook needs them."""
-        if self.hook_state.enabled and (z := self._attend_hooked(q, k, v)) is not None:
-            return z
+        if self.hook_state.enabled:
+            wanted = self.wanted_statistics()
+            if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
+                scores = self.run_hook("hook_attn_scores", causal_scores(q, k))
+                pattern = self.run_hook("hook_pattern", probabilities(scores, q.dtype))
+                if wanted:  # of the pattern after its hooks
+                    self.show_statistics(wanted, statistics_of(scores, pattern))
+                return torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2))
+            if wanted:
+                typed_q, typed_k = q.to(v.dtype), k.to(v.dtype)  # autocast leaves them wider than v
+                if k.shape[1] != q.shape[1]:
+                    self.show_statistics(wanted, joint_statistics([Softmax(1.0, typed_q, [typed_k])]))
+                else:
+                    z, statistics = attention_statistics(typed_q, typed_k, v, row_max=is_hooked(self.hook_row_max))
+                    self.show_statistics(wanted, statistics)
+                    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+                        return z
         if k.shape[1] != q.shape[1]:  # a cached past
             return joint_attention([Softmax(1.0, q, [k])], [v])
         grouped = k.shape[-2] != q.shape[-2]
         return F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
         ).transpose(1, 2)
-
-    def _attend_hooked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Run the hooks on scores, pattern and statistics; return the head outputs if these were computed on the way."""
-        wanted = self.wanted_statistics()
-        if is_hooked(self.hook_attn_scores) or is_hooked(self.hook_pattern):
-            scores = self.run_hook("hook_attn_scores", causal_scores(q, k))
-            pattern = self.run_hook("hook_pattern", probabilities(scores, q.dtype))
-            if wanted:  # of the pattern after its hooks
-                self.show_statistics(wanted, statistics_of(scores, pattern))
-            return torch.einsum("bhqk,bkhd->bqhd", pattern, v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2))
-        if not wanted:
-            return None
-        # autocast leaves q and k wider than v; attention runs in v's type
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        if k.shape[1] != q.shape[1]:
-            self.show_statistics(wanted, joint_statistics([Softmax(1.0, q, [k])]))
-            return None
-        z, statistics = attention_statistics(q, k, v, row_max=is_hooked(self.hook_row_max))
-        self.show_statistics(wanted, statistics)
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return None if trained else z
 
     def wanted_statistics(self) -> list[HookPoint]:
         """Return the hook points of statistics that have hooks."""

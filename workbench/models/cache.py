@@ -1,11 +1,10 @@
-"""The key-value cache of decoding: rotated keys and effective values, each tensor that layers share held once.
+"""The key-value cache of decoding: rotated keys and effective values; a tensor that layers share is stored once.
 
-Capacity and traffic are two things: SVFormer's cache holds (L + 1) / (2 L) of the decoder's bytes, yet each layer's
-attention reads the shared values again, so decoding moves as many bytes as the decoder's unless they stay in a nearer
-memory. `nbytes` counts the first, `traffic` the second.
+Capacity (`nbytes`) and traffic (`traffic`) differ. SVFormer's cache has (L + 1) / (2 L) of the decoder's bytes, but each layer's
+attention reads the shared values again. Decoding therefore moves as many bytes as in the decoder, unless a nearer memory keeps them.
 
     cache = model.new_cache(1)
-    logits = model(prompt, past_kv_cache=cache)  # the pass takes the prompt in; the next one continues it
+    logits = model(prompt, past_kv_cache=cache)  # adds the prompt to the cache; the next pass continues it
     branch = cache.clone()
 """
 
@@ -22,7 +21,7 @@ from workbench.errors import BadData
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a model has read; made by `model.new_cache`, filled by cached forward passes."""
+    """Keys and values of past tokens; `model.new_cache` makes a cache and cached forward passes fill it."""
 
     def __init__(
         self, model: Any, batch: int, capacity: int, *, reserve: int = 0, dtype: torch.dtype | None = None
@@ -32,11 +31,11 @@ class KeyValueCache:
         self.length = 0
         self.entries: dict[tuple[str, int], Tensor] = {}  # (k or v, layer) -> [batch, reserved, kv_head, d_head]
         self._read = self._traffic = 0
-        self._made: list[tuple[str, int]] = []  # entries that the pass under way has added
+        self._made: list[tuple[str, int]] = []  # entries that the current pass has added
 
     def check(self, model: Any, ids: Tensor) -> None:
-        """Raise `BadData` where ids [batch, pos] of a model cannot continue this cache."""
-        for key in self._made:  # by a pass that did not end; what it wrote to the others is behind their length
+        """Raise `BadData` if ids [batch, pos] of a model cannot continue this cache."""
+        for key in self._made:  # by an interrupted pass; its entries in other buffers are beyond `length`
             del self.entries[key]
         self._made, self._read = [], 0
         owner: Any = self._model()
@@ -54,10 +53,10 @@ class KeyValueCache:
     def extend(
         self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False, own_heads: int = 0
     ) -> Tensor:
-        """All positions' keys or values [batch, pos, kv_head, d_head] at a layer, the new ones last.
+        """Add new keys or values of a layer and return those of all positions [batch, pos, kv_head, d_head].
 
-        `shared`: the tensor, or its heads from `own_heads` on, is that of the layer `source` as it is, so nothing is stored. A
-        layer that shared until a hook changed its tensor gets an entry of its own, with the source's past.
+        With `shared` the tensor, or its heads from `own_heads` on, equals that of the layer `source`, so nothing is stored. After a
+        hook changes a shared tensor, the layer gets a separate entry with the source's past.
         """
         if not own_heads:
             return self._extended((name, layer), new, self.entries.get((name, source)), shared)
@@ -81,7 +80,7 @@ class KeyValueCache:
         self.note(full)
         return full if full.dtype == new.dtype else full.to(new.dtype)
 
-    @torch.inference_mode(False)  # what inference mode allocates could not be written outside it
+    @torch.inference_mode(False)  # a tensor of inference mode could not be written outside it
     def _room(self, key: tuple[str, int], new: Tensor, end: int, source: Tensor | None) -> Tensor:
         held = self.entries.get(key)
         if held is not None and held.shape[1] >= end:
@@ -98,33 +97,33 @@ class KeyValueCache:
         return buffer
 
     def note(self, read: Tensor) -> None:
-        """Count what an attention reads."""
+        """Count the bytes that an attention reads."""
         self._read += read.numel() * (self.dtype or read.dtype).itemsize
 
     def advance(self, new: int) -> None:
-        """End of a forward pass over `new` tokens."""
+        """End a forward pass over `new` tokens."""
         self.length += new
         self._traffic, self._read, self._made = self._read, 0, []
 
     @torch.inference_mode(False)
     def clone(self) -> KeyValueCache:
-        """An independent copy, for two continuations of one prompt."""
+        """Return an independent copy, for two continuations of one prompt."""
         twin = copy.copy(self)
         twin.entries, twin._made = {key: entry.clone() for key, entry in self.entries.items()}, list(self._made)
         return twin
 
     def truncate(self, length: int) -> None:
-        """Forget what follows the first `length` tokens."""
+        """Remove everything after the first `length` tokens."""
         if not 0 <= length <= self.length:
             raise BadData(f"length={length}: the cache holds {self.length} tokens, choose from 0..{self.length}")
         self.length = length
         if not length:
-            self.entries, self._made = {}, []  # a layer that had an entry of its own may share again
+            self.entries, self._made = {}, []  # layers with a separate entry may share again
 
     def nbytes(self) -> int:
-        """Bytes of the keys and values held, counted from the tensors (without room kept for later tokens)."""
+        """Return the bytes of the stored keys and values, without memory reserved for later tokens."""
         return sum(entry[:, : self.length].nbytes for entry in self.entries.values())
 
     def traffic(self) -> int:
-        """Bytes of cached keys and values that the attentions of the last pass read, shared ones once for each reader."""
+        """Return the bytes that the attentions of the last pass read; shared tensors count once per reader."""
         return self._traffic

@@ -62,7 +62,14 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     for part in name.split("+"):
         for shortcut in ARCHITECTURES[part].shortcuts:
             names.setdefault(shortcut, []).append(part)
-    _refuse_repeats(name, names, own)
+    if twice := next((parts for parts in names.values() if len(parts) > 1), []):
+        first, second, *_ = twice
+        why = "cannot be combined with itself" if first == second else f"and {second} set one shortcut; keep one"
+        raise WorkbenchError(f"{name}: {first} {why}")
+    for one, other in itertools.combinations(own, 2):
+        if shared := sorted(own[one].keys() & own[other].keys()):
+            both = f"{names[one][0]} and {names[other][0]}"
+            raise WorkbenchError(f"{name}: {both} both take {shared[0]}; keep one of them")
     for shortcut, values in own.items():
         config = _made(name, values, partial(shortcut.reshaped, config, **values))
     for shortcut, values in own.items():
@@ -72,20 +79,6 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     model = Transformer(config, shortcuts, architecture=name)
     model.options = settings
     return model.eval()
-
-
-def _refuse_repeats(
-    name: str, names: Mapping[type[Shortcut], list[str]], own: Mapping[type[Shortcut], Mapping[str, Any]]
-) -> None:
-    """Raise `WorkbenchError` if two parts of a name use one shortcut or one option."""
-    if twice := next((parts for parts in names.values() if len(parts) > 1), []):
-        first, second, *_ = twice
-        why = "cannot be combined with itself" if first == second else f"and {second} set one shortcut; keep one"
-        raise WorkbenchError(f"{name}: {first} {why}")
-    for one, other in itertools.combinations(own, 2):
-        if shared := sorted(own[one].keys() & own[other].keys()):
-            both = f"{names[one][0]} and {names[other][0]}"
-            raise WorkbenchError(f"{name}: {both} both take {shared[0]}; keep one of them")
 
 
 def _made(name: str, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:

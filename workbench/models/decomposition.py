@@ -1,9 +1,9 @@
-"""What the residual stream and the logits are made of, exactly, in every architecture and in observed decoders.
+"""Exact decomposition of the residual stream and the logits, in every architecture and in observed decoders.
 
     parts = workbench.decompose(model, tokens, by="head")
     parts = workbench.decompose(model, cache, to="logits", by="value_path", tokens=answer, against=other)
 
-What the parts are is a model's own matter (`Anatomy`); each call checks that they sum to what the model computed.
+An `Anatomy` gives a model's parts; each call checks that they sum to the model's own stream or logits.
 
 Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits.
 """
@@ -33,7 +33,7 @@ class Decomposition:
     parts: Tensor
     labels: list[str]
     whole: Tensor
-    """What the model computed, [batch, pos, ...]."""
+    """The model's own stream or logits, [batch, pos, ...]."""
 
     def __getitem__(self, label: str) -> Tensor:
         label = re.sub(r"\.source\.0$", ".first", label)
@@ -43,20 +43,20 @@ class Decomposition:
 
     @property
     def error(self) -> float:
-        """Largest absolute difference between the sum of the parts and the whole."""
+        """Largest absolute difference between the sum of the parts and `whole`."""
         return (self.parts.sum(0) - self.whole).abs().max().item()
 
 
 def anatomy_of(model: HookedModel) -> Anatomy:
-    """What a model is made of, of one that is observed as it is now; raises `BadData` where nothing is known of it."""
+    """Return the anatomy of a model; raise `BadData` for a model without one."""
     if isinstance(model, Transformer):
         return TransformerAnatomy(model)
-    if (own := getattr(model, "anatomy", None)) is None:
+    if (observed := getattr(model, "anatomy", None)) is None:
         raise BadData(
             f"a {type(model).__name__} has no known paths to its stream: decompose takes models of `build` and observed ones"
         )
-    found: Anatomy = own()
-    return found
+    anatomy: Anatomy = observed()
+    return anatomy
 
 
 def decompose(
@@ -70,18 +70,27 @@ def decompose(
     pos: Any = None,
     anatomy: Anatomy | None = None,
 ) -> Decomposition:
-    """The parts of a stream or of logits, labelled as in TransformerLens, checked to sum to it.
+    """Split a stream or logits into parts, labelled as in TransformerLens, and check their sum.
 
-    `given`: token ids or text, or a cache of a run. `to`: a stream by index (0..L - 1 what a block reads, L or None what
-    the final norm reads), `final` (its output before the gain, its scale frozen), or `logits`: those of `tokens` (ids
-    [], [batch] or [batch, pos], or a text of one token), minus those of `against`, of the whole vocabulary where no tokens
-    are given. `by`: `layer` (`embed`, `0_attn_out`, `0_mlp_out`, ...), `head` (`L0H3` for the attention outputs),
-    `value_path` (`L1H0.own`, `L1H0.first`, `L2H0.source.1`, `L2H0.table`, `L1H0.cross`). Observed models add
-    `0_attn_bias` (of W_O) and `bias` (of the final norm and the head) where they have them, and by layer `0_block_out` for a
-    block that is not told apart; their `embed` is what the first block reads. `pos`: positions to keep, as `pos_slice` of
-    `run_with_cache`. `anatomy`: of the model, where `anatomy_of` was asked already. Parts are float32 or better. Raises
-    `BadData` where a cache lacks what is needed or an observed model does not show its parts, and `WorkbenchError` where the
-    parts do not sum up, as after a hook changed a stream.
+    Args:
+        model: A model of `build`, or an observed one.
+        given: Token ids or text, or the cache of a run.
+        to: The stream 0..L - 1 that a block reads, L (or None) that the final norm reads, `final` (the norm's output before the
+            gain, with a frozen scale), or `logits`.
+        by: `layer` (`embed`, `0_attn_out`, `0_mlp_out`, ...), `head` (`L0H3` for attention outputs) or `value_path` (`L1H0.own`,
+            `L1H0.first`, `L2H0.source.1`, `L2H0.table`, `L1H0.cross`).
+        tokens: The tokens of the logits: ids [], [batch] or [batch, pos], or a text of one token. None: the full vocabulary.
+        against: Tokens whose logits are subtracted.
+        pos: Positions to return, as `pos_slice` of `run_with_cache`.
+        anatomy: The result of `anatomy_of(model)`, if it is there already.
+
+    Returns:
+        Parts in float32 or better. Observed models add `0_attn_bias` (of W_O), `bias` (of the final norm and the head) and, by
+        layer, `0_block_out` for a block whose attention and MLP are unknown; their `embed` is the first block's input.
+
+    Raises:
+        BadData: The cache lacks an activation, or the observed model does not show its parts.
+        WorkbenchError: The parts do not sum to the stream, for example because a hook changed it.
     """
     anatomy = anatomy or anatomy_of(model)
     if by not in ("layer", "head", "value_path"):
@@ -92,27 +101,20 @@ def decompose(
         raise UnknownName("stream", to, map(str, streams))
     layer = layers if to is None else streams[to]
     read = Reader(anatomy, given, by, layer, frozen=to in ("final", "logits"), pos=pos)
-    with torch.autocast(model.embed.weight.device.type, enabled=False):  # of the run alone, not of its parts
-        return _parts_of_run(model, anatomy, read, by, to, layer, tokens, against)
-
-
-def _parts_of_run(
-    model: HookedModel, anatomy: Anatomy, read: Reader, by: By, to: Any, layer: int, tokens: Any, against: Any
-) -> Decomposition:
-    """The parts of one run's stream or logits, checked to sum to it."""
-    layers = model.config.n_layers
-    found = anatomy.parts(read, by, layer)
-    stacked, labels = torch.stack([part for _, part in found]), [label for label, _ in found]
-    whole = read.cut(stream_hook(layer, layers))
-    if to in ("final", "logits"):
-        end = anatomy.ending(read)
-        stacked, whole = end.normed(stacked), end.normed(whole)
-        if to == "logits":
-            stacked, whole = _logits(model, end, read, stacked, tokens, against)
-            labels += [BIAS] if len(stacked) > len(labels) else []
-    size = stacked.abs().sum(0).max().clamp(min=torch.finfo(stacked.dtype).tiny)
-    result = Decomposition(parts=stacked, labels=labels, whole=whole)
-    if not (off := result.error / size.item()) <= TOLERANCE[read.coarsest]:
+    with torch.autocast(model.embed.weight.device.type, enabled=False):  # autocast is for the run, not for its parts
+        parts = anatomy.parts(read, by, layer)
+        stacked, labels = torch.stack([part for _, part in parts]), [label for label, _ in parts]
+        whole = read.cut(stream_hook(layer, layers))
+        if to in ("final", "logits"):
+            end = anatomy.ending(read)
+            stacked, whole = end.normed(stacked), end.normed(whole)
+            if to == "logits":
+                stacked, whole = _logits(model, end, read, stacked, tokens, against)
+                labels += [BIAS] if len(stacked) > len(labels) else []
+        size = stacked.abs().sum(0).max().clamp(min=torch.finfo(stacked.dtype).tiny)
+        result = Decomposition(parts=stacked, labels=labels, whole=whole)
+        off = result.error / size.item()
+    if not off <= TOLERANCE[read.coarsest]:
         raise WorkbenchError(
             f"the parts by {by} miss {'stream ' if isinstance(to, int) else ''}{'the stream' if to is None else to} by"
             f" {off:.1e} of their size: it was changed on its way, as by a hook; decompose a run without it"
@@ -121,33 +123,33 @@ def _parts_of_run(
 
 
 def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, against: Any) -> tuple[Tensor, Tensor]:
-    """Parts of the normed stream -> (parts, whole) of logits: the run's own, or of a cache what its head makes of its input."""
-    seen, own, constant = read.cut("unembed.hook_in"), read.logits, end.constant
-    own = None if own is None else read.kept(own.detach().to(read.wide))
+    """Map the parts of the normed stream to (parts, whole) of the logits; `whole` are the run's, or the head's of a cache."""
+    inputs, own, constant = read.cut("unembed.hook_in"), read.logits, end.constant
+    own = None if own is None else read.at_positions(own.detach().to(read.wide))
     if tokens is None:
         if against is not None:
             raise BadData("`against` needs the `tokens` whose logits it is compared with")
         parts = parts @ (end.gain[:, None] * end.head.T)
-        whole = seen @ end.head.T + (0.0 if end.bias is None else end.bias) if own is None else own
+        whole = inputs @ end.head.T + (0.0 if end.bias is None else end.bias) if own is None else own
     else:
-        ids = [_ids(model, end.head, x, seen.shape) for x in (tokens, against) if x is not None]
+        ids = [_ids(model, end.head, x, inputs.shape) for x in (tokens, against) if x is not None]
 
-        def chosen(of: Tensor) -> Tensor:
-            """Of the tokens, minus that of the others."""
-            return of[ids[0]] - of[ids[1]] if len(ids) > 1 else of[ids[0]]
+        def of_tokens(table: Tensor) -> Tensor:
+            """Return the rows of `tokens` minus those of `against`."""
+            return table[ids[0]] - table[ids[1]] if len(ids) > 1 else table[ids[0]]
 
-        direction = chosen(end.head)
+        direction = of_tokens(end.head)
         parts = (parts * (end.gain * direction)).sum(-1)
-        whole = (seen * direction).sum(-1) + (0.0 if end.bias is None else chosen(end.bias))
+        whole = (inputs * direction).sum(-1) + (0.0 if end.bias is None else of_tokens(end.bias))
         if own is not None:
             each = [own.gather(-1, i.expand(own.shape[:2])[..., None])[..., 0] for i in ids]
             whole = each[0] - each[1] if len(each) > 1 else each[0]
-        constant = None if constant is None else chosen(constant)
+        constant = None if constant is None else of_tokens(constant)
     return parts if constant is None else torch.cat([parts, constant.expand(1, *parts.shape[1:])]), whole
 
 
 def _ids(model: Any, head: Tensor, tokens: Any, shape: Sequence[int]) -> Tensor:
-    """Ids [], [batch, 1] or [batch, pos] of ids [], [batch] or [batch, pos], or of a text."""
+    """Return ids [], [batch, 1] or [batch, pos] from ids [], [batch] or [batch, pos], or from a text."""
     ids = torch.as_tensor(model.to_single_token(tokens) if isinstance(tokens, str) else tokens, device=head.device)
     if ids.ndim == 1:
         ids = ids[:, None]

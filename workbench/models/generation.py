@@ -1,14 +1,15 @@
-"""Generation: one token after the other, greedy or sampled, streamed as it comes.
+"""Text generation token by token: greedy or sampled, complete or streamed.
 
     p = softmax(logits / temperature), of the `top_k` largest, then of the smallest set whose mass reaches `top_p`
 
-The filters and their order are those of transformers. Each row of a batch draws one number in [0, 1) per token from a
-generator of its own and takes the token at which the cumulative p exceeds it: the tokens of a row depend on the seed
-and the row's place alone, not on the cache, the device or the other rows (up to rounding of the logits).
+The filters and their order are those of transformers. Each row of a batch draws one number in [0, 1) per token from its
+own generator and takes the token at which the cumulative p exceeds it. The tokens of a row depend only on the seed
+and the row's index, not on the cache, the device or the other rows (up to rounding of the logits).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,36 +23,36 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest
 from workbench.models.cache import KeyValueCache
 
-HALF = "\ufffd"  # what a decoder writes for bytes that are no whole character, perhaps not yet
-CONTEXT = 8  # tokens of the prompt to decode the first new one with: some tokenizers write a first token differently
+HALF = "\ufffd"  # decoded from the bytes of an incomplete character
+CONTEXT = 8  # prompt tokens to decode the first new token with: some tokenizers write a first token differently
 
 
 class Decoder(Protocol):
-    """What generation needs of a model; `HookedModel` has it."""
+    """The interface of a model for generation; `HookedModel` has it."""
 
     config: ModelConfig
     tokenizer: Any
 
     def to_tokens(self, text: Any) -> Tensor:
-        """Token ids [batch, pos]."""
+        """Return token ids [batch, pos]."""
 
     def new_cache(self, batch: int = 1, *, reserve: int = 0) -> KeyValueCache:
-        """An empty key-value cache."""
+        """Return an empty key-value cache."""
 
     def __call__(self, tokens: Tensor, *, past_kv_cache: KeyValueCache | None = None) -> Tensor:
-        """Logits [batch, pos, d_vocab]."""
+        """Return logits [batch, pos, d_vocab]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; temperature 0 takes the likeliest, the lowest id of equals."""
+    """The sampling of the next token; temperature 0 takes the likeliest, with the lowest id among equals."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
     def check(self, d_vocab: int) -> None:
-        """Raise `WorkbenchError` with the nearest valid value."""
+        """Raise `WorkbenchError` with the nearest valid value if a setting is out of range."""
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise WorkbenchError(f"temperature={self.temperature!r}: a finite number from 0 (greedy), 1 as trained")
         if self.top_k is not None and not _is_count(self.top_k, 1, d_vocab):
@@ -61,15 +62,15 @@ class Sampling:
             raise WorkbenchError(f"top_p={self.top_p!r}: above 0, at most 1 (everything); 0.9 is usual")
 
     def choose(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """Token ids [batch] of logits [batch, d_vocab], for numbers in [0, 1) drawn [batch]."""
+        """Return token ids [batch] from logits [batch, d_vocab] and numbers in [0, 1) `drawn` [batch]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         mass = self.probabilities(logits).cumsum(-1)
-        chosen = torch.searchsorted(mass, drawn[:, None] * mass[:, -1:], right=True)[:, 0]
-        return chosen.minimum((mass < mass[:, -1:]).sum(-1))  # rounding may reach the whole mass
+        ids = torch.searchsorted(mass, drawn[:, None] * mass[:, -1:], right=True)[:, 0]
+        return ids.minimum((mass < mass[:, -1:]).sum(-1))  # rounding may reach the total mass
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What is drawn from [batch, d_vocab], in float32 or better; the filters leave one token or more."""
+        """Return the filtered probabilities [batch, d_vocab], in float32 or better; at least one token is left."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scaled = (wide - wide.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None:
@@ -77,22 +78,22 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             ranked, order = scaled.sort(stable=True, dim=-1, descending=True)
             each = ranked.softmax(-1)
-            beyond = each.cumsum(-1) - each >= self.top_p  # those before it suffice
+            beyond = each.cumsum(-1) - each >= self.top_p  # the likelier tokens reach top_p already
             beyond[:, 0] = False
             scaled = scaled.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
         return scaled.softmax(-1)
 
 
 class Writer:
-    """Text of one row's new tokens as they come: whole characters, and never the beginning of a stop string."""
+    """Decodes one row's tokens as they arrive; holds back incomplete characters and possible starts of a stop string."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self.tokenizer, self.stops, self.stopped = tokenizer, stops, False
         self.ids, self.held = list(prompt[-CONTEXT:]), ""
-        self.start, self.read = 0, len(self.ids)  # decoded again with the next token, and written already
+        self.start, self.read = 0, len(self.ids)  # start and end of the tokens that are decoded again with the next one
 
     def add(self, token: int) -> str:
-        """What the token makes certain."""
+        """Add a token and return the text that is certain now."""
         self.ids.append(token)
         before, now = (self.tokenizer.decode(self.ids[self.start : end]) for end in (self.read, None))
         if not now.endswith(HALF):
@@ -103,12 +104,12 @@ class Writer:
             self.stopped = True
             piece, self.held = self.held[: min(at)], ""
             return piece
-        keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
-        piece, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        begun = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
+        piece, self.held = self.held[: len(self.held) - begun], self.held[len(self.held) - begun :]
         return piece
 
     def end(self) -> str:
-        """What is left when nothing follows."""
+        """Return the text that was held back, at the end of the row."""
         if self.stopped:
             return ""
         before, now = (self.tokenizer.decode(self.ids[self.start : end]) for end in (self.read, None))
@@ -117,7 +118,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Step:
-    """One new token of every row: ids [batch], whether the row was still going, whether it ends here, and its text."""
+    """One new token of every row: ids [batch], whether the row was running, whether it ends here, and its text."""
 
     ids: Tensor
     live: list[bool]
@@ -127,10 +128,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Generated:
-    """Prompt and continuation [batch, pos]; rows that ended early are padded with the end id or what ended them.
+    """Prompt and continuation [batch, pos]; rows that ended early are padded with the end id or their last token.
 
-    `lengths`: tokens of each row, those that ended it included. `ended`: by a `stop` or at the `length` asked for.
-    `texts`: prompt and continuation up to what ended it, where the prompt was text.
+    `lengths` counts the tokens of each row with its stop. `ended` says whether a row ended by a `stop` or at the requested
+    `length`. `texts` are prompt and continuation before the stop, for text prompts.
     """
 
     ids: Tensor
@@ -140,7 +141,7 @@ class Generated:
 
 
 def generate(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
-    """Everything about a continuation; options as in `HookedModel.generate`."""
+    """Return a continuation with its lengths and ends; options as in `HookedModel.generate`."""
     columns = [model.to_tokens(prompt)]
     lengths = [columns[0].shape[1]] * len(columns[0])
     texts = [prompt] if isinstance(prompt, str) else list(prompt) if is_text(prompt) else []
@@ -153,7 +154,7 @@ def generate(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: A
 
 
 def stream(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
-    """One item for each new token, in the form of the prompt; refuses at once, runs as it is read."""
+    """Yield one item per new token, in the form of the prompt; options are checked at once."""
     items = (step.texts if is_text(prompt) else step.ids for step in steps(model, prompt, max_new_tokens, **options))
     if not is_single(prompt):
         return items
@@ -161,12 +162,12 @@ def stream(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any
 
 
 def is_text(prompt: Any) -> bool:
-    """Whether a prompt is text or texts rather than ids."""
+    """Return whether a prompt is text or a list of texts rather than ids."""
     return isinstance(prompt, str) or (isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], str))
 
 
 def is_single(prompt: Any) -> bool:
-    """Whether a prompt is one sequence rather than a batch."""
+    """Return whether a prompt is one sequence rather than a batch."""
     return isinstance(prompt, str) or (not is_text(prompt) and torch.as_tensor(prompt).ndim == 1)
 
 
@@ -182,13 +183,21 @@ def steps(
     stop: Any = None,
     use_cache: bool = True,
 ) -> Iterator[Step]:
-    """New tokens one after the other; every option is checked before anything runs."""
+    """Yield the new tokens of all rows; every option is checked before the model runs."""
     ids = model.to_tokens(prompt)
-    _refuse_length(max_new_tokens, ids.shape[1], model.config.n_ctx)
+    length, n_ctx = ids.shape[1], model.config.n_ctx
+    if (room := n_ctx - length) < 1:
+        raise BadData(f"the prompt fills the model's context of n_ctx={n_ctx} tokens: shorten it")
+    if not _is_count(max_new_tokens, 1, room):
+        nearest = min(max(int(max_new_tokens), 1), room) if _is_finite(max_new_tokens) else room
+        raise BadData(
+            f"max_new_tokens={max_new_tokens!r}: a prompt of {length} tokens leaves room for 1..{room} of n_ctx={n_ctx},"
+            f" nearest {nearest}"
+        )
     if seed is not None and not _is_count(seed, 0, 2**63 - 1):
         raise WorkbenchError(f"seed={seed!r}: a whole number from 0, or None for another text each time")
     ends, strings = _stops(model, stop)
-    writing = bool(strings) or is_text(prompt)  # what the tokenizer cannot write is not drawn then
+    writing = bool(strings) or is_text(prompt)  # then ids that the tokenizer cannot decode are not drawn
     vocabulary = min(model.config.d_vocab, model.tokenizer.vocab_size) if writing else model.config.d_vocab
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     sampling.check(vocabulary)
@@ -209,7 +218,7 @@ def steps(
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoding:
-    """What stays the same from token to token."""
+    """The settings of one generation."""
 
     model: Decoder
     cache: KeyValueCache | None
@@ -223,13 +232,13 @@ class _Decoding:
     def run(self, ids: Tensor, count: int) -> Iterator[Step]:
         new, done = ids, [False] * len(ids)
         for left in reversed(range(count)):
-            live, chosen = [not d for d in done], self._chosen(ids, new).tolist()
+            live, drawn = [not d for d in done], self._next(ids, new).tolist()
             pads = [self.padding if self.padding is not None else old for old in ids[:, -1].tolist()]
-            tokens = [token if going else pad for token, going, pad in zip(chosen, live, pads, strict=True)]
+            tokens = [token if going else pad for token, going, pad in zip(drawn, live, pads, strict=True)]
             done = [not going or token in self.ends for token, going in zip(tokens, live, strict=True)]
             texts = []
             for row, writer in enumerate(self.writers):
-                text = "" if done[row] else writer.add(tokens[row])  # what ends a row is not part of its text
+                text = "" if done[row] else writer.add(tokens[row])  # a stop is not part of the text
                 done[row] |= writer.stopped
                 texts.append(text + (writer.end() if live[row] and (done[row] or not left) else ""))
             new = torch.tensor(tokens, device=ids.device)[:, None]
@@ -239,8 +248,8 @@ class _Decoding:
                 return
 
     @torch.no_grad()
-    def _chosen(self, ids: Tensor, new: Tensor) -> Tensor:
-        """The next token of every row [batch]."""
+    def _next(self, ids: Tensor, new: Tensor) -> Tensor:
+        """Return the next token of every row [batch]."""
         logits = self.model(ids) if self.cache is None else self.model(new, past_kv_cache=self.cache)
         logits, n = logits[:, -1, : self.vocabulary], ids.shape[1]
         if not bool(logits.amax(-1).isfinite().all()):
@@ -249,30 +258,15 @@ class _Decoding:
         return self.sampling.choose(logits, torch.stack(draws).to(logits.device))
 
 
-def _refuse_length(count: Any, prompt: int, n_ctx: int) -> None:
-    room = n_ctx - prompt
-    if room < 1:
-        raise BadData(f"the prompt fills the model's context of n_ctx={n_ctx} tokens: shorten it")
-    if not _is_count(count, 1, room):
-        nearest = min(max(int(count), 1), room) if _is_finite(count) else room
-        raise BadData(
-            f"max_new_tokens={count!r}: a prompt of {prompt} tokens leaves room for 1..{room} of n_ctx={n_ctx},"
-            f" nearest {nearest}"
-        )
-
-
 def _end_of(model: Decoder) -> int | None:
-    """The tokenizer's end of a document, None where there is none."""
-    if model.tokenizer is None:
-        return None
-    try:
-        return int(model.tokenizer.eos_id)
-    except BadData:  # a tokenizer that does not say
-        return None
+    """Return the tokenizer's id for the end of a document, None if it has none."""
+    with contextlib.suppress(BadData):
+        return None if model.tokenizer is None else int(model.tokenizer.eos_id)
+    return None
 
 
 def _stops(model: Decoder, stop: Any) -> tuple[set[int], list[str]]:
-    """Ids and strings that end a row."""
+    """Return the ids and the strings that end a row."""
     stops = list(stop) if isinstance(stop, list | tuple | set | frozenset) else [] if stop is None else [stop]
     end, d_vocab = _end_of(model), model.config.d_vocab
     ends, strings = {end} if end is not None and (stops or stop is None) else set[int](), list[str]()

@@ -1,10 +1,10 @@
-"""Hook points that cost nothing while none has hooks, and the modules that hold them.
+"""Hook points without cost while they have no hooks, and the base class of modules with hook points.
 
-A call of a module costs as much as a small operation, so an idle hook point is not called: `HookedModule.run_hook` calls one
-only while its model's `HookState` is enabled and the point has hooks.
+Calling a module costs as much as a small operation. `HookedModule.run_hook` therefore calls a hook point only if the model's
+`HookState` is enabled and the point has hooks.
 
-Names, arguments and behaviour are those of TransformerLens' `HookPoint` and `HookedRootModule`. Importing them from there takes
-longer than importing PyTorch, so they are written out here.
+Names, arguments and behaviour are those of TransformerLens' `HookPoint` and `HookedRootModule`. They are implemented here because
+importing TransformerLens takes longer than importing PyTorch.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from torch.utils.hooks import RemovableHandle
 from workbench.errors import WorkbenchError
 
 IN_A_GRAPH = (
-    "hooks are no part of a graph: compile the model itself, torch.compile(model), and where nothing was compiled in this "
-    "process yet, before it gets its first hook"
+    "compiled graphs contain no hooks: compile the model itself, torch.compile(model); if nothing was compiled in this "
+    "process yet, do so before its first hook is registered"
 )
 
 
 class HookState:
-    """One per model: `enabled` while a hook point may have hooks. While it is not, no hook point is looked at.
+    """The hook state of a model: `enabled` while a hook point may have hooks; otherwise no hook point is checked.
 
-    Graphs of `torch.compile` hold no hooks and are guarded by `enabled = False`. While it is True, a compiled model finds
-    another `forward`, which runs outside them: PyTorch itself would not notice a hook that is registered later.
+    Graphs of `torch.compile` contain no hooks and are guarded by `enabled = False`. While it is True, a compiled model has
+    another `forward`, which runs outside the graphs, because PyTorch does not notice hooks that are registered later.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.enabled, self.model = model is None, model
 
     def enable(self) -> None:
-        """Look at the hook points from now on."""
+        """Check the hook points in later runs."""
         self.enabled = True
         if self.model is not None and "torch._dynamo" in sys.modules:  # else nothing is compiled yet
             self.model.__dict__["forward"] = outside_graphs(self.model)
 
     def disable(self) -> None:
-        """Look at no hook point until one gets hooks."""
+        """Check no hook point until one gets a hook."""
         self.enabled = False
         if self.model is not None:
             self.model.__dict__.pop("forward", None)
 
 
 def outside_graphs(model: Any) -> Callable[..., Any]:
-    """The model's `forward` outside every graph; ids are still checked in one, as fullgraph=True wants one at least."""
-    reason = "hooks are no part of a graph"
+    """Return the model's `forward` outside all graphs; ids are checked in one, as fullgraph=True requires a graph."""
+    reason = "compiled graphs contain no hooks"
     run = torch.compiler.disable(partial(type(model).forward, model), reason=reason)
 
     @partial(torch.compiler.disable, recursive=False, reason=reason)
@@ -70,7 +70,7 @@ HookName = str | Callable[[str], bool]
 
 @dataclass
 class HookHandle:
-    """A registered hook: PyTorch's handle, the function it calls, and the `hooks` context it belongs to."""
+    """A registered hook: PyTorch's handle, the function that it calls, and the level of its `hooks` context."""
 
     hook: RemovableHandle
     is_permanent: bool = False
@@ -79,10 +79,10 @@ class HookHandle:
 
 
 class HookPoint(nn.Module):
-    """An identity module that passes its tensor to hooks, `hook(tensor, hook=point)`, and takes what they return in its place."""
+    """An identity module with hooks `hook(tensor, hook=point)`, whose results replace the tensor."""
 
     hook_state = HookState()
-    # a point has no tensors and no modules of its own, and `nn.Module.__setattr__` looks for both at each of its attributes
+    # faster than `nn.Module.__setattr__`, which checks for tensors and modules; a hook point has neither
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class HookPoint(nn.Module):
         self.name: str | None = None  # set by `HookedRoot.setup`
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the tensor; hooks of PyTorch see and replace it."""
+        """Return the tensor; PyTorch's hooks see and replace it."""
         return x
 
     def extra_repr(self) -> str:
-        """Number of hooks, where there are any."""
+        """Return the number of hooks, empty for none."""
         counts = {"fwd": len(self.fwd_hooks), "bwd": len(self.bwd_hooks)}
         return ", ".join(f"{count} {dir}" for dir, count in counts.items() if count)  # noqa: A001
 
@@ -138,7 +138,7 @@ class HookPoint(nn.Module):
         self.add_hook(hook, dir=dir, is_permanent=True)
 
     def has_hooks(self, dir: Direction = "both", including_permanent: bool = True, level: int | None = None) -> bool:  # noqa: A002
-        """Whether hooks of a direction, or of one `hooks` context, are registered."""
+        """Return whether hooks of a direction, or of one `hooks` context, are registered."""
         return any(_matches(h, including_permanent, level) for handles in self._handles(dir) for h in handles)
 
     def remove_hooks(self, dir: Direction = "fwd", including_permanent: bool = False, level: int | None = None) -> None:  # noqa: A002
@@ -156,11 +156,11 @@ class HookPoint(nn.Module):
         ]
 
     def clear_context(self) -> None:
-        """Empty `ctx`, in which hooks keep what they like."""
+        """Empty `ctx`, the storage of hooks."""
         self.ctx = {}
 
     def layer(self) -> int:
-        """Number of the layer in a name `blocks.N...`."""
+        """Return the layer in a name `blocks.N...`."""
         return int(str(self.name).split(".")[1])
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class HookPoint(nn.Module):
         return handle
 
     def remove_orphans(self) -> None:
-        """Remove hooks of `add_hook` that were registered and have no handle, as an interrupt can leave them."""
+        """Remove hooks of `add_hook` without a handle, which an interrupt can leave."""
         for hooks, handles in ((self._forward_hooks, self.fwd_hooks), (self._backward_hooks, self.bwd_hooks)):
             handled = {handle.hook.id for handle in handles}
             for key, hook in list(hooks.items()):
@@ -189,27 +189,27 @@ def _matches(handle: HookHandle, including_permanent: bool, level: int | None) -
 
 
 def is_hooked(point: nn.Module) -> bool:
-    """Whether a hook point has hooks. A graph would keep the answer for good, so none is made of it."""
-    if torch.compiler.is_compiling():  # a part of the model, compiled alone: PyTorch goes on outside the graph
+    """Return whether a hook point has hooks; raise in a compiled graph, which would store the answer."""
+    if torch.compiler.is_compiling():  # for a compiled part of a model; PyTorch then runs it outside the graph
         raise WorkbenchError(IN_A_GRAPH)
     return bool(point._forward_hooks or point._backward_hooks)
 
 
-def reading(hook: Callable[..., Any]) -> Any:
-    """Mark a hook that never edits its tensor in place, so that it needs no copy of it."""
+def read_only(hook: Callable[..., Any]) -> Any:
+    """Mark a hook that never edits its tensor in place, so that it gets no copy."""
     hook.only_reads = True  # type: ignore[attr-defined]
     return hook
 
 
 def may_write(point: HookPoint) -> bool:
-    """Whether one of a hook point's hooks may edit its tensor in place."""
+    """Return whether one of a hook point's hooks may edit its tensor in place."""
     readers = {h.hook.id for h in point.fwd_hooks if getattr(h.user_hook, "only_reads", False)}
     hooks = point._forward_hooks.items()
     return any(key not in readers and not getattr(hook, "only_reads", False) for key, hook in hooks)
 
 
 def frozen_copy(point: HookPoint) -> HookPoint:
-    """A hook point with the hooks that this one has now, whatever happens to them later."""
+    """Return a copy of a hook point with its present hooks."""
     frozen = copy.copy(point)
     for name, value in vars(point).items():
         if isinstance(value, dict | list):
@@ -222,7 +222,7 @@ class HookedModule(nn.Module):
 
     hook_state = HookState()
 
-    if TYPE_CHECKING:  # hook points and projections are made by name
+    if TYPE_CHECKING:  # hook points and projections are attributes set by name
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -232,14 +232,14 @@ class HookedModule(nn.Module):
             setattr(self, f"hook_{name}", HookPoint())
 
     def run_hook(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as it leaves the hook point `name`; without hooks the point is not called."""
+        """Run the hooks at the hook point `name` on a tensor."""
         if not self.hook_state.enabled:
             return tensor
         point = getattr(self, name)
         return point(tensor) if is_hooked(point) else tensor
 
     def run_hook_on_copy(self, name: str, tensor: Tensor) -> Tensor:
-        """As `run_hook`, for a tensor that other layers read too: hooks get a copy, so an edit in place stays here."""
+        """Run hooks on a copy of a tensor that other layers read too, so an edit in place has no effect there."""
         if not self.hook_state.enabled or not is_hooked(point := getattr(self, name)):
             return tensor
         copy = tensor.clone()
@@ -251,7 +251,7 @@ class HookedModule(nn.Module):
 
 
 class HookedRoot(nn.Module):
-    """A module whose hook points are found by name."""
+    """A module with an index of its hook points by name."""
 
     mod_dict: dict[str, Any]
     hook_dict: dict[str, HookPoint]
@@ -261,18 +261,18 @@ class HookedRoot(nn.Module):
         self.context_level = 0  # of nested `hooks`
 
     def setup(self) -> None:
-        """Name all modules and index the hook points; call it once the module is complete."""
+        """Name all modules and index the hook points; call it when the module is complete."""
         self.mod_dict = {name: module for name, module in self.named_modules() if name}
         self.hook_dict = {name: module for name, module in self.mod_dict.items() if isinstance(module, HookPoint)}
         for name, module in self.mod_dict.items():
             module.name = name
 
     def hook_points(self) -> Any:
-        """All hook points."""
+        """Return all hook points."""
         return self.hook_dict.values()
 
     def add_hook(self, name: HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Register a hook until it is removed, at a hook point or at all whose name a function selects; see `HookPoint.add_hook`."""
+        """Register a hook at a hook point, or at all that a function of the name selects; see `HookPoint.add_hook`."""
         for point in (
             [self.hook_dict[name]] if isinstance(name, str) else [p for n, p in self.hook_dict.items() if name(n)]
         ):
@@ -300,7 +300,7 @@ class HookedRoot(nn.Module):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """Register hooks, (name or function of names, hook), and remove them at the end unless told not to."""
+        """Register hooks, (name or function of names, hook), and by default remove them at the end."""
         self.context_level += 1
         try:
             for direction, hooks in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
@@ -314,7 +314,7 @@ class HookedRoot(nn.Module):
             self.context_level -= 1
 
     def enable_hook(self, name: str, hook: Callable[..., Any], direction: Any) -> None:
-        """Register a hook of a `hooks` context; one registered under an alias of its point sees that name."""
+        """Register a hook of a `hooks` context; under an alias it sees that name."""
         point = self.hook_dict[name]
         point.add_hook(hook, direction, level=self.context_level, alias=None if name == point.name else name)
 
@@ -328,8 +328,8 @@ class HookedRoot(nn.Module):
 
 
 def cache_submodules(module: nn.Module) -> None:
-    """Let attribute lookups find a module's children without `nn.Module.__getattr__`, three times faster.
+    """Make lookups of a module's children three times faster by bypassing `nn.Module.__getattr__`.
 
-    `setattr` drops such an entry when it replaces a child; `add_module` on a finished model would not.
+    `setattr` removes such an entry when it replaces a child; `add_module` on a finished model would not.
     """
     module.__dict__.update({name: child for name, child in module._modules.items() if child is not None})

@@ -1,4 +1,4 @@
-"""Running a model with hooks: caches, gradients of activations, one lock, and what TransformerLens' tools need."""
+"""The base class of hooked models: forward passes, hooks, caches, gradients of activations, generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.models.hook_points import (
     HookState,
     cache_submodules,
     is_hooked,
-    reading,
+    read_only,
 )
 from workbench.models.lens_tools import LensTools
 from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
@@ -42,7 +42,7 @@ Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
-    """Cross-entropy of each next token in nats: the mean, or [batch, pos - 1]; float32 or better inside.
+    """Return the mean next-token cross-entropy in nats, or one per token [batch, pos - 1], computed in float32 or better.
 
     Logits [batch, pos, d_vocab], tokens [batch, pos]. Raises `BadData` for sequences of one token.
     """
@@ -54,7 +54,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
             loss = F.cross_entropy(
                 wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean"
             )
-        except IndexError:  # on a CPU; a GPU's own error comes later
+        except IndexError:  # on a CPU; a GPU raises its own error later
             refuse_targets(tokens[:, 1:], logits.shape[-1])
             raise
         return loss.unflatten(0, (tokens.shape[0], -1)) if per_token else loss
@@ -62,15 +62,15 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     return losses if per_token else losses.mean()
 
 
-def cut(tensor: Tensor, positions: Any, axis: int) -> Tensor:
-    """The positions of a tensor that one of TransformerLens' slices selects."""
+def slice_positions(tensor: Tensor, positions: Any, axis: int) -> Tensor:
+    """Return the positions of a tensor that one of TransformerLens' slices selects."""
     from transformer_lens.utilities import Slice
 
     return Slice.unwrap(positions).apply(tensor, dim=axis)
 
 
 class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
-    """A hooked decoder on token ids or text. One thread at a time runs it: hooks are state of the module.
+    """A hooked decoder on token ids or text. A lock lets one thread run it at a time, since hooks are state of the module.
 
     Subclasses define `logits(tokens)` and call `setup()` last.
     """
@@ -89,7 +89,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         self.assumed = False  # whether the architecture was assumed on loading
         self.source: dict[str, Any] = {}  # where the weights come from, set on loading
         self.tokenizer: Any = None
-        self.absent: dict[str, str] = {}  # hook points one would expect -> why this model lacks them
+        self.absent: dict[str, str] = {}  # hook points that other models have -> why this one lacks them
         self.lock = threading.RLock()
         self.hook_state = HookState(self)
 
@@ -108,16 +108,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         return html(f"{type(self).__name__}: {self.architecture}", facts)
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Token ids [batch, pos] -> logits [batch, pos, d_vocab]; with a cache, of the tokens that follow it."""
+        """Map token ids [batch, pos] to logits [batch, pos, d_vocab]; with a cache the ids continue its tokens."""
         raise NotImplementedError
 
     def losses(self, tokens: Tensor) -> Tensor | None:
-        """Loss of each next token [batch, pos - 1] without all logits at once; None where that does not pay."""
+        """Return the loss of each next token [batch, pos - 1] from chunks of logits; None if chunks have no advantage."""
         return None
 
     @property
     def cfg(self) -> TransformerBridgeConfig:
-        """The shape in TransformerLens' words, with the device and dtype that the weights have now."""
+        """TransformerLens' config of this shape, with the present device and dtype of the weights."""
         from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig
 
         if "_cfg" not in self.__dict__:
@@ -145,7 +145,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
     ) -> dict[str, float | Tensor]:
-        """Coefficients of outputs in a stream where they are not 1; see `Transformer.stream_paths`."""
+        """Return the coefficients of outputs in a stream that are not 1; see `Transformer.stream_paths`."""
         return {}
 
     def recipes(self) -> Sequence[Any]:
@@ -160,18 +160,24 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         loss_per_token: bool = False,
         past_kv_cache: KeyValueCache | None = None,
     ) -> Any:
-        """Run on ids [batch, pos] (or [pos]) or text; return_type: logits, loss (mean nats), both, or None.
+        """Run the model.
 
-        With `past_kv_cache` (from `new_cache`) the tokens continue those it holds; it takes them in, without gradients.
-        Raises `BadData` for empty or too long input and for ids outside the vocabulary, `UnknownName` for another
-        return_type.
+        Args:
+            tokens: Ids [batch, pos] or [pos], or text.
+            return_type: `logits`, `loss` (the mean, in nats), `both`, or None.
+            loss_per_token: Whether to return one loss per token.
+            past_kv_cache: A cache of `new_cache`. The tokens continue those in the cache and are added to it, without gradients.
+
+        Raises:
+            BadData: The input is empty or too long, or an id is outside the vocabulary.
+            UnknownName: Another `return_type`.
         """
         if return_type not in ("logits", "loss", "both", None):
             raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
         ids = self.to_tokens(tokens)
         if torch.compiler.is_compiling():
             if self.hook_state.enabled:
-                raise WorkbenchError(IN_A_GRAPH)  # where parts of it are allowed, PyTorch goes on outside
+                raise WorkbenchError(IN_A_GRAPH)  # without fullgraph PyTorch then runs it outside the graph
             if past_kv_cache is None:
                 logits = self.logits(ids)
             else:
@@ -194,12 +200,12 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         return loss if return_type == "loss" else (logits, loss)
 
     def everywhere(self, tokens: Any) -> Tensor:
-        """Logits [batch, pos, d_vocab] of every position."""
+        """Return the logits [batch, pos, d_vocab] of every position."""
         logits: Tensor = self(tokens)
         return logits
 
     def setup(self) -> None:
-        """Name the hook points and share the hook state among all modules that have or are any."""
+        """Name the hook points and share the hook state among all modules with hook points."""
         super().setup()
         self.mod_dict, self.hook_dict = ByHookName(self.mod_dict), ByHookName(self.hook_dict)
         for module in self.modules():
@@ -209,7 +215,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
                 cache_submodules(module)
 
     def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
-        """An empty key-value cache for `batch` sequences; `reserve` tokens of room at once, `dtype` of what is stored."""
+        """Return an empty key-value cache for `batch` sequences, with memory for `reserve` tokens, in `dtype`."""
         if not self.caches:
             raise WorkbenchError(f"{self.architecture} has no key-value cache: generate with use_cache=False")
         if batch < 1 or not 0 <= reserve <= self.config.n_ctx:
@@ -228,32 +234,38 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         stop: Any = None,
         use_cache: bool = True,
     ) -> Any:
-        """Prompt and continuation in the form of the prompt: text, texts, ids [pos] or [batch, pos]; no gradients.
+        """Continue a prompt, without gradients.
 
         Args:
-            temperature: 0 takes the likeliest token. top_k, top_p: as in transformers, in this order.
-            seed: equal seeds give equal tokens, with and without a cache and whatever the other rows are; None draws one
-                from PyTorch's own generator.
-            stop: a token id, a text, or a list of them that end a row, beside the tokenizer's end of a document; () lets
-                nothing end it. Text comes without what ended it; ids keep it, and the row is padded behind it with the
-                tokenizer's end id, else with the row's last token.
-            use_cache: False reads the whole sequence again for each token, so hooks see it whole; with a cache they see
-                the prompt, then one token at a time.
+            prompt: Text, a list of texts, or ids [pos] or [batch, pos].
+            max_new_tokens: Largest number of new tokens.
+            temperature: 0 takes the likeliest token.
+            top_k: Sample from the k likeliest tokens, as in transformers; applied before `top_p`.
+            top_p: Sample from the smallest set with this probability, as in transformers.
+            seed: Equal seeds give equal tokens, with or without a cache and in any batch. None draws a seed from PyTorch's generator.
+            stop: Token ids or texts that end a row, in addition to the tokenizer's end of a document; () for none at all.
+            use_cache: False runs the complete sequence for each token, so hooks see all of it. With a cache they see the prompt,
+                then one token at a time.
 
-        `generation.generate` says also how long each row is and what ended it. Raises `BadData` beyond the context,
-        before anything runs, and `WorkbenchError` for options out of range.
+        Returns:
+            Prompt and continuation in the form of the prompt. Text excludes the stop. Ids include it and are padded with the
+            tokenizer's end id, or with the row's last token. `generation.generate` also returns lengths and ends.
+
+        Raises:
+            BadData: The tokens would exceed the context; checked before the model runs.
+            WorkbenchError: An option is out of range.
         """
         result = generation.generate(
             self, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop,
             use_cache=use_cache,
         )  # fmt: skip
-        whole = result.texts if generation.is_text(prompt) else result.ids
-        return whole[0] if generation.is_single(prompt) else whole
+        rows = result.texts if generation.is_text(prompt) else result.ids
+        return rows[0] if generation.is_single(prompt) else rows
 
     def stream(self, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
-        """The continuation of `generate` as it comes, an item for each token: text, texts, an id, or ids [batch].
+        """Yield the continuation of `generate`, one item per token: text, texts, an id, or ids [batch].
 
-        A piece of text may be empty: half a character, or what may become a stop, waits for what follows.
+        A piece of text may be empty, as incomplete characters and possible starts of a stop are held back.
         """
         return generation.stream(self, prompt, max_new_tokens, **options)
 
@@ -277,7 +289,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{self.config.d_vocab - 1}")
 
     def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
-        """Token ids [batch, pos] on the model's device, from text, a list of equally long texts, or ids."""
+        """Return token ids [batch, pos] on the model's device from text, texts of equal length in tokens, or ids."""
         ids = text
         if generation.is_text(text):
             if self.tokenizer is None:
@@ -303,7 +315,9 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         if (length := ids.shape[1]) > (n_ctx := self.config.n_ctx):
             raise BadData(f"{length} tokens exceed the model's context of n_ctx={n_ctx}: shorten the text")
         device = self.embed.weight.device
-        if device != ids.device and ids.device.type == "cpu":  # there a wrong id would bring the device down
+        if (
+            device != ids.device and ids.device.type == "cpu"
+        ):  # on a GPU a wrong id would end the process's CUDA context
             self._refuse_ids(ids)
         return ids.to(device, torch.long)
 
@@ -311,7 +325,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
-        """TransformerLens' `hooks`, holding the model's lock while they are registered; unknown names are refused."""
+        """Register hooks as in TransformerLens, under the model's lock; unknown names are refused."""
         self.hook_names([name for name, _ in (*fwd_hooks, *bwd_hooks) if isinstance(name, str)])
         forward, backward = (
             [(name if isinstance(name, str) else either_name(name), hook) for name, hook in hooks]
@@ -322,7 +336,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             try:
                 with super().hooks(forward, backward, *args, **kwargs):
                     yield self
-            except BaseException:  # an interrupt that arrives while hooks are registered or removed leaves some
+            except BaseException:  # an interrupt while hooks are registered or removed would leave some
                 self.context_level = level
                 for point in self.hook_points():
                     point.remove_hooks("both", level=level + 1)
@@ -330,30 +344,30 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
                 raise
 
     def hook_names(self, names: NamesFilter) -> list[str]:
-        """Hook points a filter selects (a name, names, a function, None for all); unknown names are refused.
+        """Return the hook points of a filter (a name, names, a function, None for all); unknown names are refused.
 
-        Names and functions may use an alias (`attn.first` for `attn.source.0`); what is returned are the points' own names.
+        Names and functions may use the alias `attn.first` for `attn.source.0`; the result has resolved names.
         """
         if callable(names):
             return list(filter(either_name(names), self.hook_dict))
         if names is None:
             return list(self.hook_dict)
-        chosen = list(map(hook_name, [names] if isinstance(names, str) else names))
-        for name in chosen:
+        resolved = list(map(hook_name, [names] if isinstance(names, str) else names))
+        for name in resolved:
             if name in self.absent:
                 raise WorkbenchError(f"{name} does not exist: {self.absent[name]}")
             if name not in self.hook_dict:
                 raise UnknownName("hook", name, self.hook_dict)
-        return chosen
+        return resolved
 
     def run_with_cache(
         self, tokens: Any, *, names_filter: NamesFilter = None, device: Any = None, remove_batch_dim: bool = False,
         incl_bwd: bool = False, reset_hooks_end: bool = True, clear_contexts: bool = False, pos_slice: Any = None, **kwargs: Any,
     ) -> tuple[Any, Cache]:  # fmt: skip
-        """(output, ActivationCache) of a run; options as in TransformerLens, and those of `forward`.
+        """Run the model and return (output, ActivationCache); options as in TransformerLens and in `forward`.
 
-        Without a filter everything is cached, but scores and patterns are rebuilt only when they are named (with a
-        `pos_slice`, which cuts their queries, they are formed). Raises `UnknownName` for a hook that does not exist.
+        Without a filter everything is cached, but scores and patterns are rebuilt when they are read; with a `pos_slice`
+        they are cached too. Raises `UnknownName` for a hook point that does not exist.
         """
         from workbench.models.activation_cache import Cache
 
@@ -386,16 +400,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         cache: dict[str, Tensor] | None = None,
         pos_slice: Any = None,
     ) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
-        """As in TransformerLens, with the position axis taken from our vocabulary instead of a name's ending."""
+        """Return caching hooks as in TransformerLens, with the position axis from `names.position_axis`."""
         cache = RebuiltPatterns() if cache is None else cache
 
-        @reading
+        @read_only
         def save(tensor: Tensor, hook: HookPoint, suffix: str = "") -> None:
             axis = position_axis(str(hook.name))
             value = tensor.detach() if device is None else tensor.detach().to(device)
             if axis is not None:
                 value = value[0] if remove_batch_dim else value
-                value = value if pos_slice is None else cut(value, pos_slice, axis)
+                value = value if pos_slice is None else slice_positions(value, pos_slice, axis)
             cache[f"{hook.name}{suffix}"] = value
 
         names = self.hook_names(names_filter)
@@ -413,14 +427,19 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     def run_with_grads(
         self, tokens: Any, names: NamesFilter, loss_fn: LossFn | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Loss, activations and the loss's gradient with respect to each, at the named hook points.
+        """Return the loss, the activations and the loss's gradients at the named hook points.
 
-        The gradient at a point is that of what leaves it there alone: a `source.0.hook_v` counts one layer's branch. Beside hook
-        points `<module>.hook_in` names what any module of the model reads, and its gradient what flows back through that module alone:
-        `blocks.2.attn.v_proj.hook_in` is the value path's part of `blocks.2.attn.hook_in`.
-        Parameter gradients stay untouched and parameters may be frozen. `loss_fn(logits, tokens)` defaults to the mean
-        next-token loss in nats. Streamed statistics carry no gradient: named, they are refused; a function or None
-        passes over them.
+        A gradient covers the readers of one hook point only: at `source.0.hook_v` it covers one layer's branch. Parameter gradients stay
+        unchanged, and parameters may be frozen.
+
+        Args:
+            tokens: Ids or text.
+            names: Hook points, or `<module>.hook_in` for the input of any module. Its gradient covers that module only:
+                `blocks.2.attn.v_proj.hook_in` is the value path's part of the gradient at `blocks.2.attn.hook_in`.
+            loss_fn: `loss_fn(logits, tokens)`, by default the mean next-token loss in nats.
+
+        Returns:
+            (loss, activations, gradients). Streamed statistics have no gradient: their names are refused, filters skip them.
         """
         return gradients_at(self, tokens, names, loss_fn or next_token_loss)
 

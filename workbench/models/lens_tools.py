@@ -1,4 +1,4 @@
-"""What TransformerLens' tools need of a model beside its hooks: stacked weights, zeros for biases, tokens as text."""
+"""The attributes that TransformerLens' tools read from a model: stacked weights, zero biases, tokens as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_ga
 
 
 class _Weights(dict[str, Tensor]):
-    """Weights by name; one that a layer lacks says why."""
+    """Weights by name; reading a weight that a layer lacks raises an error with the reason."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -29,7 +29,7 @@ class _Weights(dict[str, Tensor]):
 
 
 class LensTools:
-    """Mixed into `HookedModel`; it reads the embedding, the blocks, the head and the tokenizer."""
+    """A mixin of `HookedModel` that reads the embedding, the blocks, the head and the tokenizer."""
 
     if TYPE_CHECKING:
         config: ModelConfig
@@ -58,14 +58,14 @@ class LensTools:
 
     @property
     def W_pos(self) -> Tensor:  # noqa: N802
-        """[n_ctx, d_model], zeros: positions enter by rotation and add nothing to the stream."""
+        """[n_ctx, d_model], zeros: positions are rotary."""
         return self.embed.weight.new_zeros(self.config.n_ctx, self.config.d_model)
 
     def __getattr__(self, name: str) -> Any:
-        """Weights stacked over the layers under TransformerLens' names, zeros for the biases; as in `nn.Module` else.
+        """Return weights stacked over the layers under TransformerLens' names, and zeros for the biases.
 
-        `W_Q`, `W_K`, `W_V` and `W_O` [layer, (kv_)head, ...], `W_in`, `W_gate` and `W_out`; raises `WorkbenchError`
-        where a layer has no such projection.
+        Weights are `W_Q`, `W_K`, `W_V` and `W_O` [layer, (kv_)head, ...], `W_in`, `W_gate` and `W_out`. Raises
+        `WorkbenchError` if a layer lacks the projection.
         """
         if name in _STACKED:
             return torch.stack([getattr(getattr(block, _STACKED[name]), name) for block in self.blocks])
@@ -80,10 +80,10 @@ class LensTools:
         return self.embed.weight.new_zeros(self.config.d_model)
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """Weights under TransformerLens' names, one entry per layer.
+        """Return weights under TransformerLens' names, one entry per layer.
 
-        `W_K` and `W_V` are repeated to the query heads that read them, `W_V` as projected (coefficients of mixing are not
-        folded in). A layer that uses a shared source has no such entry: the error names the source.
+        `W_K` and `W_V` are repeated to their query heads. `W_V` does not include coefficients of mixing. A layer with a
+        shared source has no such entry; the error names the source.
         """
         weights: dict[str, Tensor] = _Weights({"embed.W_E": self.W_E, "unembed.W_U": self.W_U, "unembed.b_U": self.b_U})
         weights["ln_final.w"] = self.ln_final.weight
@@ -104,30 +104,30 @@ class LensTools:
         return weights
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """Direction of the normalised stream, before the final gain, that raises each token's logit: [..., d_model].
+        """Return the direction [..., d_model] of the normed stream, before the final gain, that raises each token's logit.
 
-        Tokens are ids, or a text that is one token.
+        Tokens are ids, or a text of one token.
         """
         tokens = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
         ids = torch.as_tensor(tokens, device=self.unembed.weight.device)
         return self.unembed.weight[ids] * self.ln_final.weight
 
     def to_str_tokens(self, text: Any, prepend_bos: bool | None = None) -> list[str]:
-        """Legible tokens of one text or one row of ids; numbers where there is no tokenizer."""
+        """Return the tokens of one text or one row of ids as text; without a tokenizer the ids as text."""
         ids = self.to_tokens(text, prepend_bos)[0].tolist()
         return self.tokenizer.token_strings(ids) if self.tokenizer else [str(i) for i in ids]
 
     def to_string(self, tokens: Any) -> str:
-        """Text of one row of ids."""
+        """Return the text of one row of ids."""
         ids = self.to_tokens(tokens)[0].tolist()
         return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
 
     def to_single_str_token(self, token: int) -> str:
-        """Legible form of one id."""
+        """Return the text of one id."""
         return self.to_str_tokens(torch.tensor([int(token)]))[0]
 
     def to_single_token(self, text: str) -> int:
-        """Id of a text that is one token; raises `BadData` where it is several."""
+        """Return the id of a text of one token; raise `BadData` for several."""
         ids = self.to_tokens(text)[0].tolist()
         if len(ids) != 1:
             raise BadData(f"{text!r} is {len(ids)} tokens, not one")

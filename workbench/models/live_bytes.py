@@ -1,4 +1,4 @@
-"""The bytes of tensors alive while something runs, on any device."""
+"""A counter for the bytes of live tensors during a computation, on any device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensor storages alive inside it: `now`, and `peak` since it was last set."""
+    """Counts the bytes of live tensor storages in its context: `now`, and `peak` since it was last set."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def memory_table(parts: Sequence[tuple[str, int, str]], libraries: int) -> pd.DataFrame:
-    """Columns `part`, `bytes`, `MiB`, `what` of the parts given, of the libraries (bytes), and of their total."""
+    """Return a table (`part`, `bytes`, `MiB`, `what`) of the parts, the libraries (in bytes) and their total."""
     parts = [*parts, ("libraries", libraries, "interpreter and imported code, before any tensor")]
-    whole = ("total", sum(size for _, size, _ in parts), "without the corpus")
-    frame = pd.DataFrame([*parts, whole], columns=["part", "bytes", "what"])
+    total = ("total", sum(size for _, size, _ in parts), "without the corpus")
+    frame = pd.DataFrame([*parts, total], columns=["part", "bytes", "what"])
     frame.insert(2, "MiB", (frame["bytes"] / 2**20).round(1))
     return frame

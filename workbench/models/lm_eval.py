@@ -1,9 +1,9 @@
-"""Any model to lm-evaluation-harness (optional: `pip install 'value-residual-workbench[harness]'`).
+"""An adapter for lm-evaluation-harness (optional: `pip install 'value-residual-workbench[harness]'`).
 
     import lm_eval
     lm_eval.simple_evaluate(model=workbench.models.lm_eval.for_lm_eval(model), tasks=["arc_easy"])
 
-`Harness` answers the three kinds of request; nothing in it needs the harness itself. Source of the requests' meaning:
+`Harness` implements the three kinds of request and does not import the harness. Their definition is in
 EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.
 """
 
@@ -17,13 +17,13 @@ import torch
 from workbench.errors import BadData, WorkbenchError
 from workbench.places import install
 
-MAX_NEW = 256  # tokens generated where a request does not say, the harness's own default
+MAX_NEW = 256  # the harness's default number of generated tokens
 
 
 class Harness:
-    """A model and its tokenizer behind the harness's three kinds of request, `batch` sequences at a time.
+    """The harness's three kinds of request for a model with a tokenizer, in batches of `batch` sequences.
 
-    `prefix` stands before a text that has no context; the token that ends documents unless given.
+    `prefix` is the token before a text without context, by default the token that ends documents.
     """
 
     def __init__(self, model: Any, *, batch: int = 8, prefix: int | None = None) -> None:
@@ -36,33 +36,33 @@ class Harness:
 
     @property
     def longest(self) -> int:
-        """Tokens the model can read."""
+        """The model's context in tokens."""
         return int(self.model.config.n_ctx)
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """(log probability in nats, whether greedy decoding gives it) of each (context, continuation)."""
+        """Return (log probability in nats, whether greedy decoding gives it) for each (context, continuation)."""
         return self._score([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Log probability in nats of each whole (text,): each token once, with as much context as fits."""
+        """Return the log probability in nats of each (text,), each token with as much context as fits."""
         windows = [list(self._windows(self.text.encode(request.args[0]))) for request in requests]
         scores = iter(self._score([pair for pairs in windows for pair in pairs]))
         return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """The greedy continuation of each (context, settings) up to a text in `until`, the end of a document, or the limit."""
+        """Return the greedy continuation of each (context, settings), up to a text in `until`, the end of a document or the limit."""
         return [self._generate(*request.args) for request in requests]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both, split where the joined text's tokens pass the context's."""
+        """Return the ids of both, split after the number of the context's tokens."""
         if not context:
             return [self.prefix], self.text.encode(continuation)
         body = context.rstrip()
-        whole, before = self.text.encode(context + continuation), self.text.encode(body or context)
-        return before or [self.prefix], whole[len(before) :]
+        ids, before = self.text.encode(context + continuation), self.text.encode(body or context)
+        return before or [self.prefix], ids[len(before) :]
 
     def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """(context, predicted) pairs: windows side by side, the last one filled up with context."""
+        """Yield (context, predicted) pairs of consecutive windows; the last one is filled up with context."""
         stream = [self.prefix, *ids]
         for begin in range(0, len(ids), self.longest):
             end = min(begin + self.longest, len(ids))
@@ -79,18 +79,18 @@ class Harness:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
         scored: list[tuple[float, bool]] = [(0.0, True)] * len(rows)  # of an empty continuation
         for begin in range(0, len(order), self.batch):
-            chosen = [i for i in order[begin : begin + self.batch] if rows[i][1]]
-            if not chosen:
+            indices = [i for i in order[begin : begin + self.batch] if rows[i][1]]
+            if not indices:
                 continue
-            width = max(len(rows[i][0]) for i in chosen) - 1
-            # padded on the right, where a causal model does not look from
-            padded = [rows[i][0][:-1] + [self.prefix] * (width + 1 - len(rows[i][0])) for i in chosen]
-            for i, scores in zip(chosen, self.model(torch.tensor(padded)), strict=True):
+            width = max(len(rows[i][0]) for i in indices) - 1
+            # padding on the right does not change the earlier positions of a causal model
+            padded = [rows[i][0][:-1] + [self.prefix] * (width + 1 - len(rows[i][0])) for i in indices]
+            for i, scores in zip(indices, self.model(torch.tensor(padded)), strict=True):
                 row, n = rows[i]
-                mine = scores[len(row) - 1 - n : len(row) - 1].float().log_softmax(-1)
-                wanted = torch.tensor(row[-n:], device=mine.device)
-                each = mine.gather(1, wanted[:, None])
-                scored[i] = float(each.double().sum()), bool((mine.argmax(-1) == wanted).all())
+                log_p = scores[len(row) - 1 - n : len(row) - 1].float().log_softmax(-1)
+                targets = torch.tensor(row[-n:], device=log_p.device)
+                each = log_p.gather(1, targets[:, None])
+                scored[i] = float(each.double().sum()), bool((log_p.argmax(-1) == targets).all())
         return scored
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Harness:
 
 
 def for_lm_eval(model: Any, **settings: Any) -> Any:
-    """The model as an `lm_eval.api.model.LM`; raises `WorkbenchError` where the harness is not installed."""
+    """Return the model as an `lm_eval.api.model.LM`; raise `WorkbenchError` without the harness."""
     try:
         from lm_eval.api.model import LM
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Norms, and where those of a block stand.
+"""Norms and their placement in a block.
 
 | placement | attention and MLP, f |
 |---|---|
@@ -7,8 +7,8 @@
 | `post` | x + norm f(x), queries and keys normed over their full width before the rotation |
 | `dyt` | x + f(DyT x), DyT x = g tanh(a x) + b |
 
-Each block has them as TransformerLens names them: `ln1` and `ln2` before attention and MLP (one that changes nothing under `post`),
-`ln1_post` and `ln2_post` of what they put out; those of queries and keys stand in their projections, `attn.q_proj.norm`.
+Names are TransformerLens': `ln1` and `ln2` before attention and MLP (the identity under `post`), `ln1_post` and `ln2_post` after them.
+The norms of queries and keys are in their projections, `attn.q_proj.norm` and `attn.k_proj.norm`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workbench.models.undrawn import Linear
 PLACEMENTS = ("pre", "sandwich", "post", "dyt")
 NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 ALPHA = {"ln1": 0.8, "ln2": 0.2}
-"""What `a` of DyT starts with, before attention and before the MLP."""
+"""Start of DyT's a, before attention and before the MLP."""
 
 
 class RMSNorm(HookedModule):
@@ -36,11 +36,11 @@ class RMSNorm(HookedModule):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
-        # the divisor [batch, pos, 1]; before the gain [batch, pos, d_model]
+        # the divisor [batch, pos, 1]; the output before the gain [batch, pos, d_model]
         self.add_hook_points("scale", "normalized")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] to [..., width]."""
         if not (self.hook_state.enabled and (is_hooked(self.hook_scale) or is_hooked(self.hook_normalized))):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -48,24 +48,24 @@ class RMSNorm(HookedModule):
         return self.gained(self.run_hook("hook_normalized", (wide / scale).to(x.dtype)))
 
     def gained(self, normalized: Tensor) -> Tensor:
-        """What it puts out, of what `hook_normalized` shows."""
+        """Return the output from the value at `hook_normalized`."""
         return normalized * self.weight
 
     def share(self, scale: Tensor) -> Tensor:
-        """What it puts out of each part of x [..., width], by the divisor [..., 1] that it had for the whole."""
+        """Return the factor [..., width] from a part of x to its part of the output, for the divisor [..., 1] of x."""
         return self.weight.detach().to(scale.dtype) / scale
 
 
 class OutputNorm(RMSNorm):
-    """RMSNorm of what a matrix put out, which autocast leaves in another type than the stream's."""
+    """RMSNorm of a projection's output, which autocast leaves in another type than the stream's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] to [..., width]."""
         return super().forward(x.to(self.weight.dtype))
 
 
 class DyT(HookedModule):
-    """g tanh(a x) + b: no statistics, each element by itself."""
+    """g tanh(a x) + b for each element, without statistics."""
 
     def __init__(self, width: int, alpha: float) -> None:
         super().__init__()
@@ -74,32 +74,32 @@ class DyT(HookedModule):
         self.add_hook_points("normalized")  # tanh(a x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] to [..., width]."""
         return self.gained(self.run_hook("hook_normalized", (self.alpha * x).tanh()))
 
     def gained(self, normalized: Tensor) -> Tensor:
-        """What it puts out, of what `hook_normalized` shows."""
+        """Return the output from the value at `hook_normalized`."""
         return torch.addcmul(self.bias, normalized, self.weight)
 
 
 class Unnormed(HookedModule):
-    """x as it is, where attention or MLP read the stream itself."""
+    """The identity, for attention and MLP that read the stream itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_hook_points("normalized")  # what is read
+        self.add_hook_points("normalized")  # x
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Map [..., width] to [..., width]."""
         return self.run_hook("hook_normalized", x)
 
     def gained(self, normalized: Tensor) -> Tensor:
-        """The same."""
+        """Return the input."""
         return normalized
 
 
 class NormedLinear(Linear):
-    """A projection whose output is normed over its full width."""
+    """A projection with a norm over its full output."""
 
     def __init__(self, linear: nn.Linear, eps: float) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -113,7 +113,7 @@ class NormedLinear(Linear):
 
 
 def block_norms(config: ModelConfig, placement: str) -> dict[str, nn.Module | None]:
-    """The norms of a block by name, None where it has none."""
+    """Return the norms of a block by name, None for one that it lacks."""
     width, eps, norms = config.d_model, config.rms_norm_eps, dict[str, nn.Module | None]()
     for name, alpha in ALPHA.items():
         if placement == "post":
@@ -126,7 +126,7 @@ def block_norms(config: ModelConfig, placement: str) -> dict[str, nn.Module | No
 
 
 def norm_queries_and_keys(attn: Any, eps: float) -> None:
-    """Norm what an attention projects of them; a layer that shares another's projects none."""
+    """Add norms to the query and key projections that a layer has."""
     for name in ("q_proj", "k_proj"):
         if hasattr(attn, name):
             setattr(attn, name, NormedLinear(getattr(attn, name), eps))

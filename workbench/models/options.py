@@ -21,7 +21,7 @@ def number_option(name: str, value: object, *, minimum: float = -math.inf) -> fl
 
 
 def integer_option(name: str, value: object, allowed: Sequence[int], unit: str = "") -> int:
-    """Return an integer among the `allowed` ones, a range or a list; `unit` says in the error what they count or divide."""
+    """Return an integer of a range or list of `allowed` ones; the error names their `unit`."""
     if isinstance(value, int) and not isinstance(value, bool) and value in allowed:
         return value
     first, last, is_range = allowed[0], allowed[-1], isinstance(allowed, range)

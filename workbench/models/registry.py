@@ -1,7 +1,7 @@
-"""The registry: one description of each architecture, and `a+b` for what has none of its own.
+"""The registry of architectures: label, colour, symbol, summary, options and shortcuts of each, and of combinations `a+b`.
 
-To add an architecture write `architectures/<file>.py` with its shortcut, and an entry here; commands, figures, the
-dashboard, the documentation and the tests read both. Nothing heavy is imported before an entry's shortcuts are needed.
+To add an architecture write `architectures/<file>.py` with its shortcut, and an entry here. Commands, figures, the
+dashboard, the documentation and the tests read both. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ CONTROL = " (control)"
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A named list of shortcuts, and everything that is said or drawn of it."""
+    """A named list of shortcuts with its texts and its style in figures."""
 
     label: str
-    """Its name as its paper writes it; a control's ends in ` (control)`."""
+    """Its name in its paper; a control's name ends in ` (control)`."""
     colour: str
-    """`#RRGGBB`, in which its curves are drawn."""
+    """Colour of its curves, `#RRGGBB`."""
     symbol: str
-    """The mark on its curves, of `SYMBOLS`; those of one mark need colours that the colour-blind tell apart."""
+    """Marker of its curves, one of `SYMBOLS`; equal markers need colours that colour-blind readers can distinguish."""
     summary: str
     plain: str
     """The summary for readers who know no formula."""
     classes: tuple[str, ...] = ()
     """Its shortcuts as `file.Class` of the folder `architectures`, or as `package.module.Class` of another package."""
     constants: Mapping[str, Any] = field(default_factory=dict)
-    """Options under which it was published, where these are not the shortcuts' defaults."""
+    """Published options that differ from the shortcuts' defaults."""
     neutral: Mapping[str, Any] | None = None
-    """Options that make it the vanilla decoder; None where none do."""
+    """Options that make it the vanilla decoder; None if there are none."""
     value_path: bool = False
-    """Whether it is a value path, which an X-ray then has no reason to suggest."""
+    """Whether it has a value path; an X-ray then does not suggest one."""
 
     @property
     def shortcuts(self) -> tuple[type[Shortcut], ...]:
-        """The classes themselves, imported now."""
+        """The shortcuts' classes, imported on access."""
         ours = "workbench.models.architectures."
         places = [
             place.rpartition(".") if "." in place.partition(".")[2] else (ours + place).rpartition(".")
@@ -62,13 +62,13 @@ class Architecture:
 
 
 def options_of(shortcut: type[Shortcut]) -> dict[str, Any]:
-    """A shortcut's options with their defaults: the keywords of its constructor."""
+    """Return a shortcut's options with their defaults: the keywords of its constructor."""
     parameters = inspect.signature(shortcut).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _together(name: str, constants: Mapping[str, Any] | None = None, **own: str) -> Architecture:
-    """Registered architectures as one, `a+b`; `own` and `constants` say what is not as the rule has it."""
+    """Return the combination `a+b` of registered architectures; `own` and `constants` override the derived fields."""
     parts = [ARCHITECTURES[part] for part in name.split("+")]
     neutral: dict[str, Any] | None = {}
     for part in parts:
@@ -298,7 +298,7 @@ ARCHITECTURES |= {
 
 
 def architecture(name: str) -> Architecture:
-    """The registered architecture, or the composition `a+b` of registered ones; raises `UnknownName`."""
+    """Return the registered architecture or the combination `a+b` of registered ones; raise `UnknownName` for others."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     parts = name.split("+") if isinstance(name, str) else [name]
@@ -306,26 +306,26 @@ def architecture(name: str) -> Architecture:
         if part not in ARCHITECTURES:
             raise UnknownName("architecture", part, ARCHITECTURES)
     constants: dict[str, Any] = {}
-    for known, a in ARCHITECTURES.items():  # what was published for some of these together holds in any order
+    for known, a in ARCHITECTURES.items():  # options published for a combination hold in any order
         if "+" in known and set(known.split("+")) <= set(parts):
             constants |= a.constants
     return _together(name, constants)
 
 
 def label(name: str) -> str:
-    """An architecture's name as its paper writes it, with the options that stand behind it; any other name as it stands."""
+    """Return an architecture's name in its paper, followed by the options after it; other names are returned unchanged."""
     first, space, options = name.partition(" ")
     known = all(part in ARCHITECTURES for part in first.split("+"))
     return architecture(first).label + space + options if known else name
 
 
 def colour(name: str) -> str:
-    """An architecture's colour; any other name gets one of its own from its hash."""
+    """Return an architecture's colour; other names get a colour from their hash."""
     return ARCHITECTURES[name].colour if name in ARCHITECTURES else _colour_of_hash(name)
 
 
 def symbol(name: str) -> str:
-    """The mark on an architecture's curves; any other name gets one from its hash."""
+    """Return the marker of an architecture's curves; other names get one from their hash."""
     return ARCHITECTURES[name].symbol if name in ARCHITECTURES else _symbol_of_hash(name)
 
 

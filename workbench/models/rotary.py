@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-ROWS = 256  # of the smallest table; a larger one has a power of two, so that no size is asked for twice
+ROWS = 256  # of the smallest table; larger ones have a power of two
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of some positions, each [length, 1, d_head]."""
 
 
 class Rotary(nn.Module):
-    """Tables of cosines and sines for each device and dtype, as long as the longest text that was read."""
+    """Tables of cosines and sines for each device and dtype, as long as the longest sequence so far."""
 
     def __init__(self, d_head: int, n_ctx: int, theta: float) -> None:
         super().__init__()
@@ -22,9 +22,9 @@ class Rotary(nn.Module):
         self.tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
 
     def forward(self, length: int, like: Tensor, start: int = 0) -> Rotation:
-        """Cosines and signed sines of `length` positions from `start`, on the device and in the dtype of `like`."""
+        """Return cosines and signed sines of `length` positions from `start`, on the device and in the dtype of `like`."""
         key = (like.device, like.dtype)
-        if torch.compiler.is_compiling():  # part of the graph, which would be made again for a table made meanwhile
+        if torch.compiler.is_compiling():  # a table that grows would recompile the graph
             cos, sin = self._table(like, self.n_ctx)
             return cos[start : start + length], sin[start : start + length]
         if key not in self.tables or len(self.tables[key][0]) < start + length:
@@ -32,7 +32,7 @@ class Rotary(nn.Module):
         cos, sin = self.tables[key]
         return cos[start : start + length], sin[start : start + length]
 
-    @torch.inference_mode(False)  # a table made in inference mode could never be trained with
+    @torch.inference_mode(False)  # a table of inference mode could not be used in training
     def _table(self, like: Tensor, rows: int) -> Rotation:
         wide = torch.promote_types(like.dtype, torch.float32)
         exponent = torch.arange(0, self.d_head, 2, device=like.device, dtype=wide) / self.d_head
@@ -43,5 +43,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """[batch, pos, head, d_head] rotated by its position; the sign of rot() is in the sines."""
-    return x * rotation[0] + x.roll(x.shape[-1] // 2, -1) * rotation[1]  # unfused: rounds as the published code does
+    """Rotate [batch, pos, head, d_head] by position; the signed sines include the sign of rot()."""
+    return (
+        x * rotation[0] + x.roll(x.shape[-1] // 2, -1) * rotation[1]
+    )  # unfused, for the rounding of the published code

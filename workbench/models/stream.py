@@ -22,7 +22,7 @@ KINDS = ("attn", "mlp")
 MATRICES = ("h_pre", "h_res", "h_post")
 
 
-def stream_of(n_layers: int, shortcuts: Sequence[Shortcut]) -> Stream:
+def build_stream(n_layers: int, shortcuts: Sequence[Shortcut]) -> Stream:
     """Return the stream of a model with these shortcuts."""
     for shortcut in shortcuts:
         if overrides(shortcut, "connections"):
@@ -72,7 +72,7 @@ class Stream:
         return memory["state"] + out if skip == "sum" else out.to(x.dtype)
 
     def coefficients(self, layer: int) -> tuple[str, ...]:
-        """Return what the weights after a block multiply, in order, if they are the same for all tokens."""
+        """Return the names of the averaged outputs after a block, in order, if the weights are the same for all tokens."""
         return ()
 
     def points(self, sublayer: int) -> list[str]:
@@ -80,7 +80,7 @@ class Stream:
         return []
 
     def paths(self, sublayer: int, used: Mapping[str, Tensor]) -> dict[str, Weight]:
-        """Return the coefficients of the embedding and of each output in a sublayer's input, in the run that recorded `used`."""
+        """Return the coefficients of the embedding and all outputs in a sublayer's input, in the run that recorded `used`."""
         state: dict[str, Weight] = {"embed": 1.0}
         reads, history = state, {0: state}
         for s in range(sublayer):
@@ -183,7 +183,7 @@ class AveragedStream(Stream):
         return [self.name(s) for s in range(1, sublayer + 1) if self.sources[s]]
 
     def depth_sources(self) -> dict[str, tuple[str, ...]]:
-        """Return what the weights by token at each hook point multiply: an output, or a sum of outputs (`a:b`)."""
+        """Return the sources of the weights by token at each hook point: an output, or a sum of outputs (`a:b`)."""
         labels = ["embed"]
         for s in range(2 * self.n_layers):
             first = labels[s].partition(":")[0] + ":" if self.skips[s] == "sum" else ""
@@ -277,7 +277,7 @@ class MultiStream(Stream):
         return names if sublayer == 2 * self.n_layers else [*names, self.name(sublayer, "h_pre")]
 
     def paths(self, sublayer: int, used: Mapping[str, Tensor]) -> dict[str, Weight]:
-        """Return the coefficients of the embedding and of each output in a sublayer's input, [batch, pos, 1] each."""
+        """Return the coefficients [batch, pos, 1] of the embedding and all outputs in a sublayer's input."""
         if missing := [name for name in self.points(sublayer) if name not in used]:
             raise BadData(f"{missing[0]} is missing: streams mix by token, so give a cache of the whole run")
         shares: dict[str, Tensor] = {}  # of each output in each stream

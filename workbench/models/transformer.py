@@ -29,7 +29,7 @@ from workbench.models.joint_attention import JointAttention, Recipe
 from workbench.models.norms import RMSNorm, block_norms, norm_queries_and_keys
 from workbench.models.rotary import Rotary, Rotation
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
-from workbench.models.stream import Stream, stream_of
+from workbench.models.stream import Stream, build_stream
 from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
@@ -111,7 +111,7 @@ class Transformer(HookedModel):
 
     @property
     def caches(self) -> bool:  # type: ignore[override]
-        """Whether a key-value cache is possible: not if values come from another sequence of the batch."""
+        """True unless values come from another sequence of the batch."""
         return not any(overrides(s, "arriving") for s in self.shortcuts)
 
     def __init__(
@@ -120,7 +120,7 @@ class Transformer(HookedModel):
         super().__init__(config, architecture)
         self.embed, self.hook_embed = Embedding(config.d_vocab, config.d_model), HookPoint()
         self.rotary = Rotary(config.d_head, config.n_ctx, config.rope_theta)
-        self.residual = stream_of(config.n_layers, shortcuts)
+        self.residual = build_stream(config.n_layers, shortcuts)
         norms = next((s.norms for s in shortcuts if s.norms != "pre"), "pre")
         layers = wire(config.n_layers, shortcuts)
         self.blocks = nn.ModuleList(Block(config, wiring, self.residual, norms) for wiring in layers)
@@ -140,7 +140,7 @@ class Transformer(HookedModel):
         return self.unembed(self.normalised(tokens, cache))
 
     def losses(self, tokens: Tensor) -> Tensor | None:
-        """Return the loss of each next token from chunks of logits, None for few logits or a hooked head."""
+        """Compute the loss of each next token from chunks of logits; return None for few logits or a hooked head."""
         head, logits = self.unembed, len(tokens) * (tokens.shape[1] - 1) * self.config.d_vocab
         if logits < MIN_LOGITS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
             return None

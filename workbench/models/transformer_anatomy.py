@@ -1,9 +1,8 @@
-"""The parts of our own models' streams: outputs of embedding, heads and MLPs, weighted by everything on their way.
+"""The parts of the streams of our own models: weighted outputs of the embedding, the heads and the MLPs.
 
-The stream is linear in the embedding and in what attentions and MLPs add: x = sum over c of w_c o_c, with w_c the product
-of everything on the way (1 in most; DenseFormer's averages, the embedding added again, a skip that was cut). A head adds
-z_h W_O_h, and with its pattern A fixed z_h is linear in the values, so it splits by where they come from: the layer's own
-projection, the first layer's or another's, a table.
+The stream is linear in the embedding and in the outputs of attentions and MLPs: x = sum over c of w_c o_c. The weights w_c are 1
+except for averaged states, added embeddings and cut skips. A head adds z_h W_O_h. With a fixed pattern A, z_h is linear in the
+values, so it splits by their source: the layer's own projection, another layer's values, a table.
 
 Sources: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits (the linear view of the stream and the
 value paths); Pagliardini et al. (2024), DenseFormer, for the weights on the way.
@@ -27,16 +26,16 @@ from workbench.models.transformer import Transformer
 from workbench.names import path_name, stream_hook
 
 OWN = "own"
-"""The path of what a layer projects itself."""
+"""Label of the values that a layer projects itself."""
 
 
 class TransformerAnatomy(Anatomy):
-    """Of a model of `build`."""
+    """The parts of a model of `build`."""
 
     model: Transformer
 
     def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
-        """Hook points that a decomposition of stream `layer` reads."""
+        """Return the hook points for a decomposition of stream `layer`."""
         model = self.model
         names = ["hook_embed", stream_hook(layer, model.config.n_layers)]
         names += ["ln_final.hook_scale", "unembed.hook_in"] if frozen else []
@@ -58,58 +57,56 @@ class TransformerAnatomy(Anatomy):
         return list(dict.fromkeys(names))
 
     def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """(label, [batch, pos, d_model]) of outputs, heads or value paths, as they arrive in stream `layer`."""
+        """Return (label, [batch, pos, d_model]) of outputs, heads or value paths, weighted as in stream `layer`."""
         used = {name: read(name) for name in self.model.residual.points(2 * layer)}
         weights = self.model.stream_paths(layer, cache=used)
-        kept = {name: read.kept(w) if isinstance(w, Tensor) else w for name, w in weights.items()}
-        return [(label, w * part) for name, w in kept.items() for label, part in _outputs(self.model, read, name, by)]
+        weights = {name: read.at_positions(w) if isinstance(w, Tensor) else w for name, w in weights.items()}
+        parts: list[tuple[str, Tensor]] = []
+        for name, weight in weights.items():
+            if name == "embed":
+                parts.append((name, weight * read.cut("hook_embed")))
+                continue
+            n, kind = int(name.split("_")[0]), name.split("_", 1)[1]
+            if kind == "mlp_out" or by == "layer":
+                parts.append((name, weight * read.cut(f"blocks.{n}.hook_{kind}")))
+                continue
+            by_path, block = by == "value_path", self.model.blocks[n]
+            zs = value_paths(self.model, read, n) if by_path else {"": read(f"blocks.{n}.attn.hook_z")}
+            w_o, post = block.attn.W_O.detach().to(read.wide), block.ln1_post
+            share = 1.0 if post is None else post.share(read.cut(f"blocks.{n}.ln1_post.hook_scale"))
+            outputs = {p: share * torch.einsum("bphd,hdm->hbpm", read.at_positions(z), w_o) for p, z in zs.items()}
+            for h in range(self.model.config.n_heads):
+                parts += [(f"L{n}H{h}{'.' * by_path}{path}", weight * out[h]) for path, out in outputs.items()]
+        return parts
 
     def ending(self, read: Reader) -> Ending:
-        """The final norm and the head."""
+        """Return the final norm and the head."""
         gain, head = (x.detach().to(read.wide) for x in (self.model.ln_final.weight, self.model.unembed.weight))
         return Ending(centred=False, divisor=read.cut("ln_final.hook_scale"), gain=gain, head=head)
 
     def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits and activations of a run."""
+        """Return logits and activations of a run."""
         logits, cache = self.model.run_with_cache(given, names_filter=names)
         return logits, cache.cache_dict
 
 
 def _points_read(attn: Attention) -> dict[Source, str]:
-    """Hook points of the values of other layers and tables that a layer mixes or shares, by source."""
+    """Return the hook points of the values that a layer mixes or shares, by source."""
     return {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"]}
 
 
 def _points_crossed(attn: Attention) -> list[str]:
-    """Hook points of the values of other layers that a layer's softmaxes read."""
+    """Return the hook points of other layers' values that a layer's softmaxes read."""
     modules = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
     return [str(module.hook_v.name) for module in modules.values()]
 
 
-def _outputs(model: Transformer, read: Reader, name: str, by: str) -> list[tuple[str, Tensor]]:
-    """(label, [batch, pos, d_model]) of one entry of `stream_paths`."""
-    if name == "embed":
-        return [(name, read.cut("hook_embed"))]
-    n, kind = int(name.split("_")[0]), name.split("_", 1)[1]
-    if kind == "mlp_out" or by == "layer":
-        return [(name, read.cut(f"blocks.{n}.hook_{kind}"))]
-    attn = model.blocks[n].attn
-    zs = value_paths(model, read, n) if by == "value_path" else {"": read(f"blocks.{n}.attn.hook_z")}
-    w_o = attn.W_O.detach().to(read.wide)
-    post = model.blocks[n].ln1_post
-    share = 1.0 if post is None else post.share(read.cut(f"blocks.{n}.ln1_post.hook_scale"))
-    results = {
-        f".{path}" if path else "": share * torch.einsum("bphd,hdm->hbpm", read.kept(z), w_o) for path, z in zs.items()
-    }
-    return [(f"L{n}H{h}{path}", part[h]) for h in range(model.config.n_heads) for path, part in results.items()]
-
-
 @torch.no_grad()
 def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tensor]:
-    """Head outputs [batch, pos, head, d_head] of a layer by where the values come from; they sum to `hook_z`.
+    """Return a layer's head outputs [batch, pos, head, d_head] by the source of the values; they sum to `hook_z`.
 
-    The attention, what mixes the values and what shortcuts add to the head outputs are linear in the values, and gates in
-    these, so each part is the layer's own computation with all other values at zero and the gates as they were.
+    Attention, mixing and the terms that shortcuts add are linear in the values, and gates are linear in the head outputs.
+    Each part is the layer's own computation with all other values set to zero and the gates of the run.
     """
     attn: Attention = model.blocks[layer].attn
     points = _points_read(attn)
@@ -130,7 +127,7 @@ def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tenso
 
 
 def _made_of(attn: Attention, read: Reader, values: Mapping[Source, Tensor]) -> dict[Source, Tensor]:
-    """What each source, and the layer's `own` projection, puts into the effective values [batch, pos, kv_head, d_head]."""
+    """Return the parts of the effective values [batch, pos, kv_head, d_head], by source and `own`."""
     stem, wiring = f"blocks.{attn.layer}.attn", attn.projections["v"]
     own: dict[Source, Tensor] = {OWN: read(f"{stem}.own.hook_v")} if wiring.projects else {}
     if wiring.mixer is not None:
@@ -152,7 +149,7 @@ def _made_of(attn: Attention, read: Reader, values: Mapping[Source, Tensor]) -> 
 def _through(
     model: Transformer, read: Reader, attn: Attention
 ) -> Callable[[Tensor, Mapping[Source, Tensor], Sequence[Tensor]], Tensor]:
-    """Effective values, sources of the outputs and the other key sets' values -> head outputs of a layer's attention."""
+    """Return a function from effective values, sources of the outputs and other key sets' values to a layer's head outputs."""
     stem, layer = f"blocks.{attn.layer}", attn.layer
     q, k = read(f"{stem}.attn.hook_rot_q"), read(f"{stem}.attn.hook_rot_k")
     softmaxes = [Softmax(1.0, q, [k])]
@@ -162,7 +159,7 @@ def _through(
     names = attn.coefficients.get("output", ())
     weights = dict(zip(names, read(f"{stem}.attn.hook_output_mix").unbind(-1), strict=True)) if names else {}
     x = effective = q
-    if attn.gates:  # what they multiply with is that of the run
+    if attn.gates:  # computed from the run's activations
         x = model.blocks[layer].ln1.gained(read(f"{stem}.ln1.hook_normalized"))
         x, effective = x.to(model.embed.weight.dtype), read(f"{stem}.attn.hook_v")
 

@@ -1,6 +1,6 @@
-"""Matrices that are not drawn when they are made: `Transformer.initialise` draws them, or a checkpoint fills them.
+"""Linear and embedding layers without initial weights: `Transformer.initialise` draws them, or a checkpoint fills them.
 
-PyTorch draws every matrix of a new module. Here that would be thrown away, and costs as much as the model's own draw.
+PyTorch's own initialisation would cost as much again, and its result would be overwritten.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """A projection."""
+    """A linear layer without initial weights."""
 
     def reset_parameters(self) -> None:
-        """Left as memory holds it."""
+        """Leave the memory uninitialised."""
 
 
 class Embedding(nn.Embedding):
-    """A vector for each token."""
+    """An embedding without initial weights."""
 
     def reset_parameters(self) -> None:
-        """Left as memory holds it."""
+        """Leave the memory uninitialised."""

@@ -1,7 +1,7 @@
-"""The wiring of a model: which tensors of other layers each layer shares or mixes, and which of its own it keeps for later ones.
+"""The wiring of a model: the tensors of other layers that each layer shares or mixes, and its tensors that later layers read.
 
 `wire` asks the shortcuts once, when a model is built; the forward pass in `attention.py` follows the result. In a ResFormer,
-`projections["v"]` of layers n > 0 has `mixed` = (0,), so layer 0 keeps V_1. In an SVFormer it has `shared_source` = 0.
+`projections["v"]` of layers n > 0 has `mixed` = (0,), so layer 0 stores V_1. In an SVFormer it has `shared_source` = 0.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ProjectionWiring:
 
     @property
     def projects(self) -> bool:
-        """Whether the layer has a projection of its own, of all heads or some."""
+        """Whether the layer projects all or some of its heads itself."""
         return self.shared_source is None or self.own_heads > 0
 
 
 @dataclass(kw_only=True)
 class LayerWiring:
-    """What one layer reads of others, and which of its tensors later layers read."""
+    """The tensors that one layer reads from other layers, and those of its own that later layers read."""
 
     layer: int
     projections: dict[Projection, ProjectionWiring]
@@ -51,7 +51,7 @@ class LayerWiring:
     stored: set[tuple[str, State]] = field(default_factory=set)  # tensors of this layer that later layers read
 
     def coefficients(self) -> dict[str, tuple[str, ...]]:
-        """Return what the coefficients at each `attn.hook_<path>_mix` multiply: `first`, `source.2`, `table`, `own`."""
+        """Return the names of the factors at each `attn.hook_<path>_mix`: `first`, `source.2`, `table`, `own`."""
         mixed = {
             n: (*map(source_name, p.mixed), *(["own"] if p.projects else []))
             for n, p in self.projections.items()

@@ -149,12 +149,12 @@ class ObservedAnatomy(Anatomy):
         layer, norm = self.structure.layers[n], self._output_norm(n)
         w_o, bias = (x.to(read.wide) for x in output_map(self.foreign, layer))
         z, added = read(f"blocks.{n}.attn.hook_z"), read.cut(f"blocks.{n}.hook_attn_out")
-        made = torch.einsum("bphd,hdm->bpm", read.kept(z), w_o) + bias
+        made = torch.einsum("bphd,hdm->bpm", read.at_positions(z), w_o) + bias
         divisor, gain = norm.divisor(made, added), norm.gain.to(made)
         zs = self._value_paths(read, n, z) if by == "value_path" else {"": z}
         parts = []
         for path, part in zs.items():
-            by_head = gain * norm.read(torch.einsum("bphd,hdm->hbpm", read.kept(part), w_o)) / divisor
+            by_head = gain * norm.read(torch.einsum("bphd,hdm->hbpm", read.at_positions(part), w_o)) / divisor
             parts += [(h, f"L{n}H{h}{path and f'.{path}'}", one) for h, one in enumerate(by_head)]
         parts.sort(key=lambda part: part[0])  # paths of a head side by side
         rest = None if not bool(bias.any()) else gain * norm.read(bias.expand_as(made)) / divisor

@@ -1,4 +1,4 @@
-"""Dense ResFormer: the values of each layer are a trained sum of its own and every earlier layer's values.
+"""Dense ResFormer: each layer's values are a trained sum of its projected values and every earlier layer's values.
 
 V_n = lambda_nn V_n^own + sum over i < n of lambda_ni V_i, for n >= 2.
 
