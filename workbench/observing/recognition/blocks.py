@@ -75,13 +75,13 @@ def _with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:
     """Add the blocks of the same list without a readable attention (state spaces, custom kernels), in their order."""
     lists = {block.name.rpartition(".")[0] for _, block in blocks}
     numbered = all(block.name.rpartition(".")[2].isdigit() for _, block in blocks)
-    known, like = {id(block): attentions for attentions, block in blocks}, stream_of(trace, blocks[0][1])
+    known, like = {id(block): attentions for attentions, block in blocks}, streams_of_block(trace, blocks[0][1])
     if numbered and len(lists) > 1:
         return blocks
     if not numbered:  # attention parts of blocks whose streams are not seen: add parts of that name under other numbers
         names = {re.sub(NUMBER, "*", b.name, count=1) for _, b in blocks if block_number(b.name) is not None}
         alike = [e for e in trace.executions if re.sub(NUMBER, "*", e.name, count=1) in names]
-        other = [(known.get(id(e), []), e) for e in alike if stream_of(trace, e)]
+        other = [(known.get(id(e), []), e) for e in alike if streams_of_block(trace, e)]
         return other if len(other) > len(blocks) else blocks
     parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
     every = []
@@ -90,7 +90,7 @@ def _with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:
         if id(entry) in known:
             every.append((known[id(entry)], entry))
         elif prefix in lists and last.isdigit() and id(entry) in parents:  # a norm or a matrix has no parts
-            streams = stream_of(trace, entry)
+            streams = streams_of_block(trace, entry)
             weights = any(True for _ in trace.module.get_submodule(entry.name).parameters())
             if weights and streams and like and streams[0].shape == like[0].shape:
                 every.append(([], entry))
@@ -109,7 +109,7 @@ def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
         for entry in trace.executions:
             prefix, _, last = entry.name.rpartition(".")
             selected = not prefixes or any(entry.name.startswith(f"{p}.") for p in prefixes)
-            if selected and last.isdigit() and id(entry) in parents and stream_of(trace, entry):
+            if selected and last.isdigit() and id(entry) in parents and streams_of_block(trace, entry):
                 lists.setdefault(prefix, []).append(entry)
         for blocks in sorted(lists.values(), key=lambda runs: len(runs[0].stack())):
             if _pass_on(trace, blocks):
@@ -144,7 +144,7 @@ def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
 
 def _pass_on(trace: Trace, blocks: Sequence[Execution]) -> bool:
     """Return whether several parts pass a stream on, each to the next."""
-    streams = [s for e in blocks if (s := stream_of(trace, e))]
+    streams = [s for e in blocks if (s := streams_of_block(trace, e))]
     return len(streams) > 1 and all(torch.equal(a[1].rows, b[0].rows) for a, b in pairwise(streams))
 
 
@@ -159,7 +159,7 @@ def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedA
         siblings = [e for e in trace.executions if e.name.rpartition(".")[0] == prefix]
         return last.isdigit() and _pass_on(trace, [e for e in siblings if e.name.rpartition(".")[2].isdigit()])
 
-    around = [e for e in attention.within.stack()[1:] if stream_of(trace, e)]
+    around = [e for e in attention.within.stack()[1:] if streams_of_block(trace, e)]
     listed = [e for e in around if e.name.rsplit(".", 1)[-1].isdigit()]
     alone = [e for e in around if sum(e.holds(a.times[-1]) for a in attentions) == 1]
     first = next((e for e in alone if e in listed), alone[0] if alone else None)
@@ -225,7 +225,7 @@ def first_reader(trace: Trace, block: Execution, width: int) -> tuple[Execution,
     return None
 
 
-def stream_of(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTensor] | None:
+def streams_of_block(trace: Trace, entry: Execution) -> tuple[TracedTensor, TracedTensor] | None:
     """Return the streams in and out of an execution: an input and an output [batch, pos, d_model] (or positions first)."""
     for output in entry.outputs:
         for read in entry.inputs:

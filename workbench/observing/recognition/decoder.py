@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workbench.config import ObservedConfig
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, tensors_of_output
 from workbench.observing.interception.weights import full_weight
-from workbench.observing.recognition.blocks import INLINE, find_blocks, first_reader, stream_of
+from workbench.observing.recognition.blocks import INLINE, find_blocks, first_reader, streams_of_block
 from workbench.observing.recognition.executions import LOOKUP, Execution, rows_at, run_index
 from workbench.observing.recognition.fits import EXACT, StreamSum, fit_norm, stream_sum, stream_sums
 from workbench.observing.recognition.layers import mlp_width, recognize_layers
@@ -50,7 +50,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     """Read a trace as a decoder; raises `WorkbenchError` with the cause and the remedy if it cannot be observed."""
     runs = find_blocks(trace, blocks)
     first, last = runs[0][1], runs[-1][1]
-    start = first.inputs[0] if first.kind == INLINE else (stream_of(trace, first) or first.inputs)[0]
+    start = first.inputs[0] if first.kind == INLINE else (streams_of_block(trace, first) or first.inputs)[0]
     embed = find_embedding(trace, first, start.rows)
     tables = ValueTables(trace, embed)
     layers = recognize_layers(trace, runs, tables)

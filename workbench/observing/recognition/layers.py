@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within
 from workbench.observing.recognition.attention_calls import BY_HAND, UNREAD, TracedAttention, stacked
-from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, block_number, stream_of
+from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, block_number, streams_of_block
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at, run_index
 from workbench.observing.recognition.fits import fit_rotated
 from workbench.observing.recognition.outputs import (
@@ -55,7 +55,7 @@ def recognize_layers(trace: Trace, blocks: list[Block], tables: ValueTables) -> 
     places: list[tuple[LayerStructure, Execution]] = []
     for attentions, block in blocks:
         inline = block.kind == INLINE
-        streams = (block.inputs[0], block.outputs[0]) if inline else stream_of(trace, block)
+        streams = (block.inputs[0], block.outputs[0]) if inline else streams_of_block(trace, block)
         assert streams is not None
         rows = {"in": streams[0].rows, "out": streams[1].rows}
         none = rows["in"].new_zeros(0)
@@ -163,8 +163,8 @@ def _find_mixed(trace: Trace, read: list[tuple[LayerStructure, Execution]], name
             known, first, source = plain, layer, product_rows(trace.module, before, plain, heads.shape[1])
         elif plain is None and name not in layer.mixed and heads.shape == source.shape:
             own = same_own_values(trace.module, before, known, partial(_renamed, was=first, now=layer))
-            rows = [] if own is None else [source, own.heads_in(_output_rows(inside, own))]
-            combined = fit_combination(heads, ("first", "own"), rows) if rows else None
+            sources = [] if own is None else [source, own.heads_in(_output_rows(inside, own))]
+            combined = fit_combination(heads, ("first", "own"), sources) if sources else None
             if combined is not None and combined.kind != GATED:
                 a, b = (combined.weights.mean(0) / combined.weights.mean(0).sum()).tolist()
                 layer.mixed[name] = Mixed(a, b, combined.residual, True)

@@ -218,7 +218,7 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
         paths += _fit_simplest(i, "value", v, near, far, looked_up)
         if layer.combination is not None:
             names, weights_of, spread = layer.combination.names, layer.combination.weights, layer.combination.spread
-            same = bool((weights_of - weights_of[:1]).abs().max() < 1e-5 * weights_of.abs().max())
+            shared = bool((weights_of - weights_of[:1]).abs().max() < 1e-5 * weights_of.abs().max())
             paths += [
                 ValuePath(
                     i, "output", dict(zip(names, weights_of[head or 0].tolist(), strict=True)),
@@ -226,7 +226,7 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                     spread=dict(zip(names, spread[head or 0].tolist(), strict=True))
                     if layer.combination.kind == GATED else {},
                 )
-                for head in ([None] if same else range(len(weights_of)))
+                for head in ([None] if shared else range(len(weights_of)))
             ]  # fmt: skip
         elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
             added = z.double() - layer.attention.z.double()
