@@ -14,7 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.registry import label
 from workbench.plots import DETAIL
 from workbench.plots.style import plain
-from workbench.runs.catalogue import Entry, told_apart
+from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
 from workbench.views.base import ONE_SEED
@@ -69,7 +69,7 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     of_a = next((e.group for e in source.catalogue().entries if e.name == asked), None)
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
-    apart = source.keep(("told apart", known), lambda: told_apart(groups))
+    apart = source.keep(("told apart", known), lambda: differing_settings(groups))
     names = {}
     for group, runs in groups.items():
         folder = Path(runs[0].path).parent

@@ -15,7 +15,7 @@ from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
 from workbench.errors import UnknownName
-from workbench.runs.catalogue import KIND, catalogue, told_apart
+from workbench.runs.catalogue import KIND, catalogue, differing_settings
 from workbench.runs.index import INDEX, Index
 from workbench.runs.run import Run
 
@@ -90,7 +90,7 @@ def test_experiments_are_told_apart_by_what_most_of_their_kind_have_otherwise(ru
     groups = {}
     for entry in catalogue(runs).entries:
         groups.setdefault(entry.group, []).append(entry)
-    assert {runs[0].name: told for runs, told in zip(groups.values(), told_apart(groups).values(), strict=True)} == {
+    assert {runs[0].name: told for runs, told in zip(groups.values(), differing_settings(groups).values(), strict=True)} == {
         "a": "", "c": "rate 0.5", "d": "4 layers, 7 steps",
     }  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_what_two_processes_found_is_what_one_would_have(name, monkeypatch):
     others = iter([[other.parts], [other.rows_read]])
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, next(others)])
     forward_pass._exchange([mine])
-    found, alone = (pd.DataFrame(forward_pass.rows_of(of, sample, 2)) for of in (mine, whole))
+    found, alone = (pd.DataFrame(forward_pass.record_rows(of, sample, 2)) for of in (mine, whole))
     pd.testing.assert_frame_equal(found, alone)
     if name == "value_norm":
         assert torch.cat(mine.parts[1]).equal(torch.cat(whole.parts[1]))

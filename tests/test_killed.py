@@ -16,6 +16,7 @@ from workbench import cli
 from workbench.config import TrainConfig
 from workbench.console import progress, time_left
 from workbench.data.sources import RepeatedData
+from workbench.jobs import processes
 from workbench.jobs.running import Job, run_jobs
 from workbench.runs.run import Run
 from workbench.training.loop import train
@@ -87,10 +88,11 @@ def test_ctrl_c_that_lands_in_a_destructor_prints_nothing_and_other_errors_there
     assert "ValueError: broken" in capsys.readouterr().err
 
 
-def test_what_jobs_return_is_heard(forkserver):
+def test_what_jobs_return_is_heard(forkserver, monkeypatch):
+    monkeypatch.setattr(processes, "default_processes", lambda: 1)
     heard, ended = {}, []
     jobs = [Job(name, len, (name,)) for name in ("a", "bb")]
-    run_jobs(jobs, 1, lambda job, error: ended.append((job.name, error)), heard.__setitem__)
+    run_jobs(jobs, None, lambda job, error: ended.append((job.name, error)), heard.__setitem__)
     assert heard == {jobs[0]: 1, jobs[1]: 2}
     assert ended == [("a", None), ("bb", None)]
 

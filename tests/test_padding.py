@@ -201,7 +201,7 @@ def test_rows_that_cannot_be_averaged_are_refused_by_name():
     empty[1] = PAD
     with pytest.raises(BadData, match="row 1 is padding alone"):
         workbench.measure(model, "loss", empty)
-    with pytest.raises(BadData, match=r"skip_ablation reads whole rows, and 33\.3 %"):
+    with pytest.raises(BadData, match=r"skip_ablation reads complete rows, and 33\.3 %"):
         workbench.measure(model, "skip_ablation", ids)
     with pytest.raises(WorkbenchError, match="sink_rate needs documents of 64 tokens; the longest of row 0 has 12"):
         workbench.measure(model, "sink_rate", torch.cat([torch.zeros(3, 60, dtype=torch.long), ids], 1))

@@ -257,7 +257,7 @@ class Fetches(TorchDispatchMode):
 
 def test_a_record_is_fetched_once(tiny, tmp_path, monkeypatch):
     model, ids, fetched = tiny("resformer").train(), torch.randint(61, (2, 70)), []
-    monkeypatch.setattr(step_record, "fetched", lambda pending: fetched.append(len(pending)) or ())
+    monkeypatch.setattr(step_record, "_fetched", lambda pending: fetched.append(len(pending)) or ())
     names = [n for n in quantities() if n not in ("coefficient", "null_mass")]  # which this model does not show
     with Recorder(model, 1, tmp_path / "r", quantities=names) as recorder, Fetches() as fetches:
         for _ in range(3):

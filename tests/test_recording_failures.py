@@ -232,7 +232,7 @@ def test_a_failure_inside_a_hook_or_a_tracker_stops_that_quantity_alone(fails, g
     elif fails == "backward":
         monkeypatch.setattr(recorder.capture, "_add_gradient", fail)
     else:
-        recorder.sinks.append(Tracker())
+        recorder.trackers.append(Tracker())
     with pytest.warns(NotRecorded, match=f"{wanted} .*out of memory") as issued:
         loop(gpt, recorder, 3)
     recorder.close()

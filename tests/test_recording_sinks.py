@@ -93,6 +93,6 @@ def test_unknown_sinks_and_missing_clients_are_refused_before_a_folder_is_made(g
     with pytest.raises(UnknownName, match="unknown sink 'wanbd'; did you mean wandb"):
         Recorder(gpt, 1, tmp_path / "r", to="wanbd")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(WorkbenchError, match=r"to='tensorboard' takes its client: pip install '.*\[tensorboard\]'"):
+    with pytest.raises(WorkbenchError, match=r"to='tensorboard' needs its client: pip install '.*\[tensorboard\]'"):
         Recorder(gpt, 1, tmp_path / "r", to="tensorboard")
     assert not (tmp_path / "r").exists()

@@ -18,7 +18,7 @@ from workbench.runs.records import (
     SAMPLE_COLUMNS,
     SUM,
     Store,
-    checked,
+    checked_records,
     load_records,
     one_sample,
     provenance,
@@ -78,7 +78,7 @@ def test_text_that_is_none_is_no_record(tmp_path):
 
     text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
     with pytest.raises(BadCheckpoint, match=r"theirs\.parquet is no table of records"):
-        checked(pa.table({"metric": text, "value": [1.0]}), tmp_path / "theirs.parquet")
+        checked_records(pa.table({"metric": text, "value": [1.0]}), tmp_path / "theirs.parquet")
 
 
 def test_rows_of_one_key_are_replaced_and_others_kept(tmp_path):

@@ -136,9 +136,12 @@ def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", broken)
         sentence = (
-            rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; all of it is whole in"
+            rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; everything is complete in"
         )
-        with pytest.warns(NotSent, match="goes on without") as told, pytest.raises(WorkbenchError, match=sentence):
+        with (
+            pytest.warns(NotSent, match="training continues without the upload") as told,
+            pytest.raises(WorkbenchError, match=sentence),
+        ):
             started()
         assert len(told) == 1, "not at each step that waits"
         run = Run.open(runs_folder(URL) / "resformer")
@@ -169,8 +172,8 @@ def test_what_may_be_read_and_not_written_is_measured_whole_here_and_refused_in_
 
 def measured_where_nothing_may_be_written(before):
     sentence = (
-        rf"^cannot write {URL}/resformer/records/\S+: no permission: AccessDenied; all of it is whole in \S+, "
-        "and the same command goes on from there$"
+        rf"^cannot write {URL}/resformer/records/\S+: no permission: AccessDenied; everything is complete in \S+, "
+        "and the same command continues from there$"
     )
     with pytest.raises(OnlyHere, match=sentence) as refusal:
         measure(f"{URL}/resformer", "loss", steps="ends", n=2)
@@ -288,7 +291,7 @@ def test_what_a_broken_connection_leaves_behind_is_not_told_beside_the_sentence(
 
 def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):
     assert sync.mirror_of(tmp_path) is None
-    assert locate(tmp_path).path == mirror.fill(tmp_path) == tmp_path
+    assert locate(tmp_path).path == mirror.fetch_all(tmp_path) == tmp_path
     assert mirror.address_of(tmp_path) == str(tmp_path)
     mirror.push(tmp_path)
     assert remote.address("s3:/bucket/runs/") == "s3://bucket/runs", "what a path makes of a URL"
@@ -432,7 +435,7 @@ def test_weights_that_another_process_reads_are_not_evicted(machine, tmp_path, m
 
 def test_weights_that_went_in_between_are_fetched_again(machine):
     put("r/run.json", "r/1.safetensors", "r/2.safetensors")
-    place = mirror.fill(mirror.here(f"{URL}/r"))
+    place = mirror.fetch_all(mirror.here(f"{URL}/r"))
     (place / "1.safetensors").unlink()
     with mirror.reading(place):
         assert (place / "1.safetensors").exists()

@@ -13,7 +13,7 @@ import training_runs
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs import trackers
-from workbench.runs.trackers import MlflowSink, export_log, identity, tag
+from workbench.runs.trackers import MlflowSink, export_log, run_identity, tag
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,11 @@ def test_wandb_gets_one_run_with_its_settings_by_the_signatures_of_its_client(ru
     monkeypatch.setattr(wandb, "init", opens.init)
     told = export_log(run, "wandb")
     ((_, _, settings),) = opens.calls
-    assert (settings["mode"], settings["id"], settings["resume"]) == ("offline", identity(run.path, run.info), "allow")
+    assert (settings["mode"], settings["id"], settings["resume"]) == (
+        "offline",
+        run_identity(run.path, run.info),
+        "allow",
+    )
     assert settings["config"]["train"]["steps"] == 8
     logged = [given[0] for name, given, _ in theirs.calls if name == "log"]
     assert [row["workbench/step"] for row in logged] == list(range(9))
@@ -192,6 +196,6 @@ def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
     def refused(*_):
         raise ConnectionError("no route")
 
-    monkeypatch.setitem(trackers.SINKS, "wandb", ("wandb", refused))
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", ("wandb", refused))
     with pytest.raises(WorkbenchError, match="wandb cannot be opened: ConnectionError: no route"):
         export_log(run, "wandb")

@@ -12,7 +12,7 @@ import pytest
 
 from workbench.jobs import processes, running
 from workbench.jobs.processes import one_thread
-from workbench.jobs.running import Job, Status, results, run_jobs
+from workbench.jobs.running import Job, StatusFile, results, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.run import CORPORA
 
@@ -21,7 +21,7 @@ def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypa
     """10 s for a job of cost 1 of 5 in all: 40 s for the rest; a job that failed has paid nothing."""
     now, told = [1_000_000.0], []
     monkeypatch.setattr(running.time, "time", lambda: now[0])
-    status = Status(
+    status = StatusFile(
         tmp_path / "status.json", [Job("b", abs, cost=1.0), Job("a", abs, cost=3.0), Job("c", abs)], told.append
     )
     now[0] += 10.04

@@ -93,13 +93,18 @@ def analyze(
     from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
     from workbench.claims.page import write_page
     from workbench.console import note, print_json, progress, say
-    from workbench.jobs.processes import usual
+    from workbench.jobs.processes import default_processes
     from workbench.runs.run import runs_folder
 
     places = list(paths or [runs_folder(runs)])
     with progress("measuring") as task:
         analysis = analyse(
-            places, questions=question, data=text, n=documents, workers=on or workers or usual(), progress=task
+            places,
+            questions=question,
+            data=text,
+            n=documents,
+            workers=on or workers or default_processes(),
+            progress=task,
         )
         task(task.done, what="writing")
         write_tables(analysis, out)

@@ -1,7 +1,7 @@
-"""The workers of a dask cluster as an executor: `dask://HOST:PORT`, or `dask:///path/to/scheduler.json`.
+"""Executor over the workers of a dask cluster: `dask://HOST:PORT`, or `dask:///path/to/scheduler.json`.
 
-Every worker must run this code: it is asked for the package, its source's sum, torch, Python, and whether it sees the folders
-that the jobs read and write. A job whose worker dies is given to another one, which goes on where the first one was.
+Every worker must run the same code: the digest of our source and the versions of torch and Python are compared. It must also
+see the folders that the jobs read and write. If a worker dies, another one resumes its job.
 """
 
 from __future__ import annotations
@@ -26,57 +26,60 @@ from workbench.places import install
 from workbench.storage.mirror import folder, forget
 from workbench.storage.sync import mirror_of
 
-ANSWERS_S = 10.0  # that a scheduler has for its first answer
-AGAIN_S = 2.0  # between two looks at a run that another worker is writing
-LOOKS_MS = 500.0  # between two looks of dask's profiler and of its clock, which has 10 and 20 ms
+ANSWERS_S = 10.0  # seconds to wait for a scheduler's first answer
+AGAIN_S = 2.0  # seconds between attempts on a run that another worker writes
+LOOKS_MS = 500.0  # interval of dask's profiler and clock, by default 10 and 20 ms
 SCHEMES = ("dask",)
 BESIDE = (
     "app",
     "analyses",
     "shipped",
 )  # inside the package where it is installed, beside it in a clone; no job reads them
-Told = Callable[[BaseException | None], BaseException | None]
+Explain = Callable[[BaseException | None], BaseException | None]
 Mark = tuple[str, str]  # a path, and the URL it stands for
-Connection = tuple[Executor, Callable[[Callable[[], Any]], Any], Told]
+Connection = tuple[Executor, Callable[[Callable[[], Any]], Any], Explain]
 
 
 class Died(WorkbenchError):
-    """A job whose worker died, and those of a few more attempts, by its own fault or by that of a job beside it."""
+    """A job whose worker died in every attempt, because of this job or another job on the same worker."""
 
 
 class Unfit(WorkbenchError):
-    """A worker that would not do the same as this machine."""
+    """A worker whose results would differ from this machine's."""
 
 
 @contextmanager
 def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection]:
-    """An executor, what is called there with each job, and how the job's error reads here.
+    """Yield an executor, the function to call with each job, and a function that explains a job's error.
 
-    Raises `WorkbenchError` for an address that does not answer and for workers that are not fit, as soon as that is seen.
+    Raises `WorkbenchError` for an address that does not answer and for unsuitable workers.
     """
-    distributed = _distributed()
+    try:
+        import distributed
+    except ImportError as error:
+        raise WorkbenchError(f"dask:// needs dask.distributed: {install('dask')} ({error})") from error
     with _silent(), _client(distributed, address) as client, _marked(folders) as marks:
-        asked = facts(marks)
-        for worker, says in client.run(_of_worker, marks, on_error="return").items():
-            _refuse(worker, says, asked)
+        asked = environment_facts(marks)
+        for worker, answer in client.run(_worker_facts, marks, on_error="return").items():
+            _refuse(worker, answer, asked)
         client.run(_calm, nanny=True, on_error="ignore")
         if not client.nthreads():
             warn_caller(f"{address} has no workers yet; the jobs wait for the first", NoWorkersYet)
         try:
             executor = client.get_executor(pure=False)
-            yield executor, functools.partial(call, asked, marks), functools.partial(_told, address)
+            yield executor, functools.partial(call, asked, marks), functools.partial(_explained, address)
         except CancelledError as error:
             raise WorkbenchError(f"{address} is gone; the same command goes on from here once it is back") from error
         finally:
-            forget()  # what others wrote meanwhile
+            forget()  # other machines wrote to the mirrors
 
 
 def call(asked: Mapping[str, Any], marks: Sequence[Mark], job: Callable[[], Any]) -> Any:
-    """A job on its worker; a run that another worker still writes, which its scheduler took for lost, is waited for."""
+    """Run a job on its worker; waits for a run that a worker still writes although the scheduler lost it."""
     from distributed import get_worker
 
     worker = get_worker()
-    _refuse(worker.address, _of_worker(marks, worker), asked)
+    _refuse(worker.address, _worker_facts(marks, worker), asked)
     _calm(worker)
     while True:
         try:
@@ -86,14 +89,14 @@ def call(asked: Mapping[str, Any], marks: Sequence[Mark], job: Callable[[], Any]
 
 
 def _calm(dask_worker: Any) -> None:
-    """Let a worker, or its nanny, look at itself seldom: dask's defaults take 3.5 % of a core beside a job."""
+    """Slow down the profiler of a worker or nanny: dask's defaults take 3.5 % of a core."""
     for name in ("profile", "tick"):
         if (clock := dask_worker.periodic_callbacks.get(name)) is not None:
             clock.callback_time = max(LOOKS_MS, clock.callback_time)
 
 
-def facts(marks: Sequence[Mark]) -> dict[str, Any]:
-    """What decides whether two machines do the same."""
+def environment_facts(marks: Sequence[Mark]) -> dict[str, Any]:
+    """Return the facts that must be equal for two machines to compute the same."""
     unseen = [path for path, url in marks if not (str(folder(url)) == path if url else Path(path).exists())]
     versions = {"workbench": _code(), "torch": version("torch"), "Python": platform.python_version().rpartition(".")[0]}
     return versions | {"threads": 1, "unseen": unseen}
@@ -101,24 +104,24 @@ def facts(marks: Sequence[Mark]) -> dict[str, Any]:
 
 @functools.cache
 def _code() -> str:
-    """A sum of this package's source."""
+    """Return a digest of this package's source."""
     root = Path(__file__).parents[1]
     names = (path.relative_to(root) for path in root.rglob("*.py"))
     files = sorted(name.as_posix() for name in names if name.parts[0] not in BESIDE)
     return digest(*((name, (root / name).read_text(encoding="utf-8")) for name in files))
 
 
-def _of_worker(marks: Sequence[Mark], dask_worker: Any) -> dict[str, Any]:
-    return facts(marks) | {"threads": dask_worker.state.nthreads}
+def _worker_facts(marks: Sequence[Mark], dask_worker: Any) -> dict[str, Any]:
+    return environment_facts(marks) | {"threads": dask_worker.state.nthreads}
 
 
-def _refuse(worker: str, says: Any, asked: Mapping[str, Any]) -> None:
-    """Raise `Unfit` for a worker that does not do the same, by what it says of itself or by how it failed to."""
-    if isinstance(says, BaseException) and (lacks := re.search(r"No module named '([\w.]+)'", str(says))):
+def _refuse(worker: str, answer: Any, asked: Mapping[str, Any]) -> None:
+    """Raise `Unfit` for a worker whose facts differ, or which failed to return them."""
+    if isinstance(answer, BaseException) and (lacks := re.search(r"No module named '([\w.]+)'", str(answer))):
         raise Unfit(f"the worker {worker} cannot import {lacks[1]}: install there what is installed here")
-    if isinstance(says, BaseException):
-        raise Unfit(f"the worker {worker} has another version of workbench: {type(says).__name__}: {says}")
-    if (unseen := says["unseen"]) and mirror_of(Path(unseen[0])) is not None:
+    if isinstance(answer, BaseException):
+        raise Unfit(f"the worker {worker} has another version of workbench: {type(answer).__name__}: {answer}")
+    if (unseen := answer["unseen"]) and mirror_of(Path(unseen[0])) is not None:
         raise Unfit(
             f"the worker {worker} has its cache elsewhere than {unseen[0]}: set WORKBENCH_CACHE to one path everywhere"
         )
@@ -126,15 +129,17 @@ def _refuse(worker: str, says: Any, asked: Mapping[str, Any]) -> None:
         raise Unfit(
             f"the worker {worker} does not see {Path(unseen[0]).parent}: give a folder that all machines share, or a URL"
         )
-    if says["threads"] != 1:
-        raise Unfit(f"the worker {worker} has {says['threads']} threads: start it with --nthreads 1, one for each core")
+    if answer["threads"] != 1:
+        raise Unfit(
+            f"the worker {worker} has {answer['threads']} threads: start it with --nthreads 1, one for each core"
+        )
     for what in ("workbench", "torch", "Python"):
-        if says[what] != asked[what]:
-            raise Unfit(f"the worker {worker} has another version of {what}: {says[what]}, here {asked[what]}")
+        if answer[what] != asked[what]:
+            raise Unfit(f"the worker {worker} has another version of {what}: {answer[what]}, here {asked[what]}")
 
 
-def _told(address: str, error: BaseException | None) -> BaseException | None:
-    """A job's error as it reads here; raises what concerns all jobs."""
+def _explained(address: str, error: BaseException | None) -> BaseException | None:
+    """Return the explained error of a job; raises errors that concern all jobs."""
     if isinstance(error, Unfit):
         raise error
     if error is not None and type(error).__name__ == "KilledWorker":
@@ -149,7 +154,7 @@ def _told(address: str, error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without what dask logs of a scheduler that is gone: it is one sentence here."""
+    """Silence dask's log when the scheduler dies; we report the error ourselves."""
     logs = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("distributed")]
     levels = [log.level for log in logs]
     try:
@@ -161,20 +166,12 @@ def _silent() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _distributed() -> Any:
-    try:
-        import distributed
-    except ImportError as error:
-        raise WorkbenchError(f"dask:// needs dask.distributed: {install('dask')} ({error})") from error
-    return distributed
-
-
 @contextmanager
 def _client(distributed: Any, address: str) -> Iterator[Any]:
     scheme, _, place = address.partition("://")
     if scheme not in SCHEMES or not place:
         raise UnknownName("cluster", address, [f"{scheme}://HOST:PORT" for scheme in SCHEMES])
-    if place.startswith("/"):  # what a scheduler writes of itself; dask would wait for the file without end
+    if place.startswith("/"):  # a scheduler file; dask would wait for it forever
         place = str(read_json(Path(place)).get("address"))
     try:
         client = distributed.Client(place, timeout=ANSWERS_S, set_as_default=False)
@@ -183,15 +180,15 @@ def _client(distributed: Any, address: str) -> Iterator[Any]:
     try:
         yield client
     finally:
-        with contextlib.suppress(OSError, CancelledError):  # a scheduler that is gone
+        with contextlib.suppress(OSError, CancelledError):  # the scheduler is gone
             client.close(timeout=ANSWERS_S)
 
 
 @contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[list[Mark]]:
-    """A file with a new name in each folder, by which workers know it: another machine may have one of the same path.
+    """Create a file with a new name in each folder, by which workers recognise it: equal paths may be different folders.
 
-    What may only be read is known by its path; what stands for a URL, by that.
+    Read-only folders are recognised by their path, and mirrors by their URL.
     """
     made, marks = list[Path](), list[Mark]()
     try:

@@ -1,4 +1,4 @@
-"""Processes of this machine, of one thread each: they take Ctrl-C between jobs, and end with their parent."""
+"""Worker processes of this machine with one thread each, which handle Ctrl-C and end with their parent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-MAX_PROCESSES = 8  # unless asked otherwise; more share the memory's bandwidth
+MAX_PROCESSES = 8  # default; more would share the memory bandwidth
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 Call = Callable[[], Any]
 
 
-def usual() -> int:
-    """How many there are unless asked otherwise: one for each core, up to `MAX_PROCESSES`."""
+def default_processes() -> int:
+    """Return the default number of processes: one per core, up to `MAX_PROCESSES`."""
     return min(os.cpu_count() or 1, MAX_PROCESSES)
 
 
@@ -28,9 +28,9 @@ def pool(size: int) -> ProcessPoolExecutor:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM while processes are started, so that their handlers know all of them.
+    """Delay Ctrl-C and SIGTERM while processes start, so that the handlers see all processes.
 
-    A process started here has SIGINT blocked until its own handler is installed: an import could drop the exception.
+    SIGINT stays blocked in each new process until it has installed its handler, since an import could drop the exception.
     """
     received = list[int]()
     main = threading.current_thread() is threading.main_thread()
@@ -41,20 +41,20 @@ def delayed_interrupts() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for each in dict.fromkeys(received):
             signal.raise_signal(each)
 
 
 def _begin() -> None:
-    """Prepare a process for its jobs: note Ctrl-C, and end with the parent."""
+    """Prepare a process for its jobs: record Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End at once with a parent that was killed alone: a resume finds no lock held, and what is written is whole."""
+    """Exit as soon as the parent is killed, so that a resumed command finds no lock held; all files are complete."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -64,12 +64,12 @@ _stopped = list[str]()
 
 
 def _note(*_: object) -> None:
-    """Ctrl-C while a process waits for a job: it takes no other, and says nothing."""
+    """Record Ctrl-C while a process waits for a job; it then refuses all further jobs."""
     _stopped.append("Ctrl-C")
 
 
 def interruptible(job: Call) -> Any:
-    """Call a job, which Ctrl-C interrupts; jobs that wait in this process are not begun after it."""
+    """Run a job, which Ctrl-C interrupts; raises `KeyboardInterrupt` for all jobs after a Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if _stopped:
@@ -82,17 +82,17 @@ def interruptible(job: Call) -> Any:
         signal.signal(signal.SIGINT, _note)
 
 
-def alone(job: Call) -> Any:
-    """Call a job in a process of its own."""
-    with pool(1) as one:
+def in_new_process(job: Call) -> Any:
+    """Run a job in a new process."""
+    with pool(1) as executor:
         with delayed_interrupts():
-            future = one.submit(interruptible, job)
+            future = executor.submit(interruptible, job)
         return future.result()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Children start with one thread each: two on a busy core make small models many times slower."""
+    """Start child processes with one thread each, since two threads per core slow small models down many times."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

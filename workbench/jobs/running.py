@@ -1,4 +1,4 @@
-"""Many independent jobs through one seam, `concurrent.futures.Executor`: what fails is reported and the rest goes on.
+"""Run independent jobs through any `concurrent.futures.Executor`; a failed job is reported and the others continue.
 
 run_jobs(jobs, 4, done)                         # processes of this machine
 run_jobs(jobs, "dask://10.0.0.1:8786", done)    # the workers of a cluster
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,12 @@ from workbench.files import write_json
 from workbench.jobs import cluster, processes
 
 Workers = int | str | Executor | None
-"""Processes of this machine (one for each core unless said), the address of a cluster, or any executor."""
+"""Number of processes of this machine (default one per core), address of a cluster, or any executor."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A call for a process of its own, `function(*arguments)`, under a name; `cost` is relative, for the time left."""
+    """A named call `function(*arguments)` for another process; the relative `cost` is used to estimate the time left."""
 
     name: str
     function: Callable[..., Any]
@@ -43,27 +43,27 @@ Result = Callable[[Job, Any], None]
 def run_jobs(
     jobs: Sequence[Job], workers: Workers, done: Done, result: Result | None = None, folders: Sequence[Path] = ()
 ) -> None:
-    """Call every job where `workers` says; `done` is called after each, with its error if any.
+    """Run jobs on `workers`; call `done` after each job with its error or None.
 
-    `result` is called with what a job returned, before `done`. `folders` are those that jobs read and write, which the
+    `result` is called with a job's return value, before `done`. `folders` are the folders that jobs read and write, which the
     workers of a cluster must see too.
 
-    A process that is killed (out of memory) takes the whole pool with it, a cluster's worker the jobs that wait for it; those
-    are then called one by one, so that the guilty one is known. Ctrl-C stops after what the jobs at hand do about it, as
-    `KeyboardInterrupt`. Raises `WorkbenchError` for a cluster that does not answer, or whose workers are not fit.
+    A killed process (out of memory) ends its pool, and a cluster's killed worker loses its waiting jobs. These jobs then run
+    one by one, so that the faulty one is identified. Ctrl-C interrupts the running jobs and raises `KeyboardInterrupt`. Raises
+    `WorkbenchError` for a cluster that does not answer, or with unsuitable workers.
     """
     if isinstance(workers, str):
         _on_cluster(jobs, workers, done, result, folders)
     elif isinstance(workers, Executor):
-        _run(workers, _call, jobs, done, result)
+        _run(workers, Job.__call__, jobs, done, result)
     else:
-        _in_processes(jobs, workers or processes.usual(), done, result)
+        _in_processes(jobs, workers or processes.default_processes(), done, result)
 
 
 def results(
     jobs: Sequence[Job], workers: Workers, progress: Progress | None, folders: Sequence[Path] = ()
 ) -> list[Any]:
-    """What each job returned, in their order; the first error is raised once all have ended. See `run_jobs`."""
+    """Return the results of all jobs in order; raises the first error after all have ended. See `run_jobs`."""
     returned, failed = dict[str, Any](), list[BaseException]()
 
     def done(job: Job, error: BaseException | None) -> None:
@@ -91,47 +91,44 @@ def _in_processes(jobs: Sequence[Job], size: int, done: Done, result: Result | N
             _run(pool, processes.interruptible, jobs, sorted_out, result)
         if left:
             with ThreadPoolExecutor(size) as threads:
-                _run(threads, processes.alone, left, done, result)
+                _run(threads, processes.in_new_process, left, done, result)
 
 
 def _on_cluster(jobs: Sequence[Job], address: str, done: Done, result: Result | None, folders: Sequence[Path]) -> None:
     left = list[Job]()
-    with cluster.connected(address, folders) as (executor, call, told):
+    with cluster.connected(address, folders) as (executor, call, explain):
 
         def sorted_out(job: Job, error: BaseException | None) -> None:
-            if isinstance(said := told(error), cluster.Died):
+            if isinstance(explained := explain(error), cluster.Died):
                 left.append(job)
             else:
-                done(job, said)
+                done(job, explained)
 
         _run(executor, call, jobs, sorted_out, result)
         for job in left:
-            _run(executor, call, [job], lambda job, error: done(job, told(error)), result)
+            _run(executor, call, [job], lambda job, error: done(job, explain(error)), result)
 
 
 def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:
-    with processes.delayed_interrupts():
-        futures = {pool.submit(call, job): job for job in jobs}
+    futures = dict[Future[Any], Job]()
     try:
+        with processes.delayed_interrupts():
+            futures |= {pool.submit(call, job): job for job in jobs}
         for future in as_completed(futures):
             error = future.exception()
-            if isinstance(error, KeyboardInterrupt):  # a terminal's Ctrl-C reaches the workers too, often before us
+            if isinstance(error, KeyboardInterrupt):  # a terminal sends Ctrl-C to the workers too
                 raise error
             if result and error is None:
                 result(futures[future], future.result())
             done(futures[future], error)
     except BaseException:
-        for future in futures:  # those that have begun end by themselves
+        for future in futures:  # running jobs end by themselves
             future.cancel()
         raise
 
 
-def _call(job: Job) -> Any:
-    return job()
-
-
-class Status:
-    """How far some jobs are; kept in a file for other processes, and handed to `progress` after each change."""
+class StatusFile:
+    """Progress of jobs in a JSON file for other processes, also sent to `progress` after each change."""
 
     def __init__(self, path: Path, jobs: Sequence[Job], progress: Callable[[dict[str, Any]], None] | None) -> None:
         self.path, self.cost, self.progress = path, {job.name: job.cost for job in jobs}, progress
@@ -139,7 +136,7 @@ class Status:
         self._write(False)
 
     def done(self, name: str, error: BaseException | None) -> None:
-        """Note that a model is ready or failed."""
+        """Record that a model is ready or failed."""
         if error is None:
             self.ready.add(name)
         else:
@@ -147,13 +144,13 @@ class Status:
         self._write(False)
 
     def finish(self) -> None:
-        """Note the end."""
+        """Record the end."""
         self._write(True)
 
     def _write(self, finished: bool) -> None:
         elapsed = time.time() - self.begin
-        paid, whole = sum(self.cost[name] for name in self.ready), sum(self.cost.values())
-        left = elapsed / paid * (whole - paid) if paid else None
+        done, total = sum(self.cost[name] for name in self.ready), sum(self.cost.values())
+        left = elapsed / done * (total - done) if done else None
         status = {
             "finished": finished, "elapsed_s": round(elapsed, 1), "left_s": None if left is None else round(left, 1),
             "models": list(self.cost), "ready": sorted(self.ready), "failed": self.failures,

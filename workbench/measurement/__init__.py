@@ -1,1 +1,1 @@
-"""Models and runs measured: records, one tidy row per number, each with its error bar."""
+"""Measurement of models and runs: tidy records with error bars."""

@@ -1,7 +1,7 @@
-"""One pass of a model over sequences: activations are reduced inside the hooks, then every number gets its error bar.
+"""One forward pass over sequences: hooks reduce the activations, and every number gets an error bar.
 
-Per-sequence metrics: mean, standard error and n over documents. Accumulated ones: the error by deleting one of the metric's
-groups of documents at a time (jackknife). Processes of one launch take turns over the batches and exchange what they find.
+Per-sequence metrics have a mean, a standard error and n over documents. Accumulated metrics have a jackknife error over
+groups of documents. Several processes divide the batches among themselves and exchange their results.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from workbench.names import ACTIVATIONS, stream_hook
 from workbench.observing.interception.segments import Segments, weighted_mean
 
 WHOLE = ("logits", "tokens", "counted")
-"""What is there once for a sequence, not at a hook point."""
+"""Inputs of metrics that belong to a sequence, not to a hook point."""
 
 LAYER_WEIGHTS = ("W_O",)
-"""Weights of a layer that a metric of activations may read too."""
+"""Weights of a layer that a metric of activations may also read."""
 
 HELD = 1 << 29
-"""Bytes that the sums of one pass over an observed model may take; those of more sites wait for a pass of their own."""
+"""Maximum bytes of sums in one pass over an observed model; further sites are measured in separate passes."""
 
 
 @dataclass
 class Reduction:
-    """A metric with one choice of site, variant or control: what it reads and what it has found per layer."""
+    """A metric at one site, variant or control, with its results per layer."""
 
     metric: Metric
     site: str | None
@@ -48,11 +48,11 @@ class Reduction:
     control: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
-    rows: list[dict[str, Any]] | None = None  # its records, where they are taken before another pass
+    rows: list[dict[str, Any]] | None = None  # its records, if they are made before another pass
     rows_read: Counter[Any] = field(default_factory=Counter)  # layer -> sequences
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
-        """Hook point of each activation it reads at a layer; empty where the model lacks one of them."""
+        """Return the hook point of each activation the metric reads at a layer; empty if the model lacks one."""
         aliases = [a for a in self.metric.reads(self.site) if a not in WHOLE]
         points = {alias: _hook_of(alias, layer, model) for alias in aliases}
         if (layer is None) is any(ACTIVATIONS[a].per_layer for a in aliases):
@@ -66,13 +66,13 @@ class Reduction:
 
     @property
     def is_of_logits(self) -> bool:
-        """Whether it reads no hook point."""
+        """True if the metric reads no hook point."""
         return set(self.metric.reads(self.site)) <= set(WHOLE)
 
     def feed(self, layer: Any, inputs: Mapping[str, Tensor], rows: range, segments: Segments | None = None) -> None:
-        """Reduce one batch: `inputs` by name, `rows` the place of each sequence in the sample.
+        """Reduce one batch: `inputs` by name, `rows` the index of each sequence in the sample.
 
-        With `segments` each document is reduced by itself, without padding; the value of a row is the mean over its documents,
+        With `segments`, each document is reduced separately and without padding. A row's value is the mean over its documents,
         weighted by their tokens.
         """
         aliases = {a: self.site if a == "vectors" else a for a in (*self.metric.arguments, *self.metric.optional)}
@@ -99,7 +99,7 @@ class Reduction:
                     self.parts[layer][place % self.metric.folds].update(**one)
 
     def documents(self, segments: Segments, row: int) -> list[Tensor]:
-        """Positions of each document of a row that the metric can read: long enough and, for a loss, with tokens that count."""
+        """Return the positions of a row's documents that are long enough and, for a loss, have labelled tokens."""
         counted = segments.counted if "counted" in self.metric.optional else None
         return [
             at
@@ -109,7 +109,7 @@ class Reduction:
 
 
 def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
-    """One row of an activation [batch, ...] at these positions; tensors without a batch stay whole."""
+    """Return one row of an activation [batch, ...] at these positions; tensors without a batch axis stay unchanged."""
     axes = ["batch", "pos"] if alias == "counted" else ACTIVATIONS[alias].axes.split() if alias in ACTIVATIONS else []
     if "batch" not in axes:
         return value
@@ -120,7 +120,7 @@ def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
 
 
 def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard error and number of values [batch, ...]; where their second axes differ, at each entry of those that reach it."""
+    """Return mean, standard error and n of values [batch, ...]; if second axes differ, each entry uses the rows that reach it."""
     if len({part.shape[1:2] for part in parts}) == 1:
         values = torch.cat(list(parts))
         se = values.std(0) / math.sqrt(len(values)) if len(values) > 1 else torch.full_like(values[0], math.nan)
@@ -128,15 +128,15 @@ def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     rows = [row for part in parts for row in part]
     longest = max(rows, key=len)
     values, reached = (longest.new_zeros(len(rows), *longest.shape) for _ in range(2))
-    for value, there, row in zip(values, reached, rows, strict=True):
-        value[: len(row)], there[: len(row)] = row, 1
+    for value, mask, row in zip(values, reached, rows, strict=True):
+        value[: len(row)], mask[: len(row)] = row, 1
     n = reached.sum(0)
     mean = values.sum(0) / n
     return mean, ((values - mean).square().mul(reached).sum(0) / (n - 1) / n).sqrt(), n
 
 
 def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = None) -> list[Reduction]:
-    """A metric at each of its sites (or of these), plain, in its variants, and (accumulated) with its controls, for these ids."""
+    """Return the reductions of a metric: each site (or only `sites`), with its variants, or with controls if it is accumulated."""
     per_sequence, known = metric.form == "per_sequence", metric.ahead(tokens) if metric.ahead else {}
     reductions = []
     for site in (sites or metric.sites) or (None,):
@@ -154,9 +154,9 @@ def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = 
 
 
 def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction]) -> list[list[Reduction]]:
-    """Which reductions share a pass over the sample: all, but of an observed model, which may be large, sites by `HELD`.
+    """Group reductions into passes over the sample: one pass, or several limited by `HELD` for an observed model.
 
-    The sums of a site are taken for as large as all its vectors, those by token for one vector of each that is kept in a fold.
+    A site's sums are estimated at the size of all its vectors, or of one vector per stored token and fold.
     """
     if model.foreign is None:
         return [list(reductions)]
@@ -175,7 +175,7 @@ def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction
 
 
 def _sums(reduction: Reduction, sample: Sample) -> int:
-    """How many vectors a reduction may keep of one layer."""
+    """Return the maximum number of vectors that a reduction stores for one layer."""
     if (among := reduction.options.get("among")) is None:
         return sample.ids.numel()
     folds = [sample.ids[fold :: reduction.metric.folds] for fold in range(reduction.metric.folds)]
@@ -183,7 +183,7 @@ def _sums(reduction: Reduction, sample: Sample) -> int:
 
 
 def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
-    """Hook point of an activation at a layer (None: of the whole model), None where this model has none there."""
+    """Return the hook point of an activation at a layer (None: of the model); None if the model lacks it."""
     n_layers = model.config.n_layers
     if not ACTIVATIONS[alias].per_layer:
         return ACTIVATIONS[alias].hook
@@ -192,7 +192,7 @@ def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
 
 
 def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
-    """`LAYER_WEIGHTS` by name, where this model has them at this layer."""
+    """Return those of `LAYER_WEIGHTS` that the model has at this layer."""
     if layer is None or layer in (model.config.n_layers, "final") or not hasattr(model, "blocks"):
         return {}
     attn = getattr(model.blocks[layer], "attn", None)
@@ -200,17 +200,17 @@ def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
 
 
 def read_segments(model: Any, sample: Sample, reductions: Sequence[Reduction], batch: int) -> Segments | None:
-    """The documents of all rows of a sample as an observed module sees them; None where all rows are whole, and for our own models.
+    """Return the documents of all rows as an observed module sees them; None if no row has padding, and for our models.
 
-    It takes a run of its own, since what all layers hide is known at its end. Metrics of the logits are taken in it.
+    This needs a separate pass, since the masks of all layers are known only at its end. It also measures metrics of logits.
     """
     if model.foreign is None:
         return None
-    whole, parts = [r for r in reductions if r.is_of_logits], list[tuple[int, Segments]]()
+    of_logits, parts = [r for r in reductions if r.is_of_logits], list[tuple[int, Segments]]()
     for start in distributed.shard(range(0, len(sample.ids), batch)):
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
-        logits, segments = model.run_with_segments(ids, everywhere=bool(whole))
-        for reduction in whole:
+        logits, segments = model.run_with_segments(ids, everywhere=bool(of_logits))
+        for reduction in of_logits:
             given = {"logits": logits, "tokens": ids} | (
                 {} if segments.counted is None else {"counted": segments.counted}
             )
@@ -225,10 +225,10 @@ def read_segments(model: Any, sample: Sample, reductions: Sequence[Reduction], b
     return None if together.is_whole else together
 
 
-def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction], batch: int) -> None:
-    """Run the model over the sample once; a layer's activations are dropped as soon as its metrics have read them.
+def run_pass(model: Transformer, sample: Sample, reductions: Sequence[Reduction], batch: int) -> None:
+    """Run the model over the sample once; a layer's activations are freed as soon as its metrics have read them.
 
-    Of an observed module `read_segments` has taken the metrics of logits.
+    `read_segments` has already measured the metrics of an observed module's logits.
     """
     layers = [None, *range(model.config.n_layers + 1), "final"]
     plan = {
@@ -237,8 +237,8 @@ def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction],
     }
     weights = {layer: _weights_of(layer, model) for layer in layers}
     foreign = model.foreign is not None
-    whole = [] if foreign else [reduction for reduction in reductions if reduction.is_of_logits]
-    starts = range(0, len(sample.ids), batch) if whole or any(plan.values()) else range(0)
+    of_logits = [] if foreign else [reduction for reduction in reductions if reduction.is_of_logits]
+    starts = range(0, len(sample.ids), batch) if of_logits or any(plan.values()) else range(0)
     for start in distributed.shard(starts):
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
         documents = range(start, start + len(ids))
@@ -250,26 +250,26 @@ def collect(model: Transformer, sample: Sample, reductions: Sequence[Reduction],
         ]
         with torch.no_grad(), model.hooks(reducers), model.by_document(here) if foreign else nullcontext():
             logits = model(ids)
-        for reduction in whole:
+        for reduction in of_logits:
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
-        del logits  # of a large vocabulary the largest tensor of all: gone before the next ones are made
+        del logits  # often the largest tensor: freed before the next batch
     _exchange(reductions)
     refuse_partial(reductions, len(sample.ids))
 
 
 def refuse_partial(reductions: Sequence[Reduction], n: int) -> None:
-    """Raise `WorkbenchError` where a layer ran on some of the n sequences only, so that its mean would be of these."""
+    """Raise `WorkbenchError` if a layer ran on only some of the n sequences."""
     for reduction in reductions:
         for layer, count in reduction.rows_read.items():
             if count != n:
                 raise WorkbenchError(
-                    f"layer {layer} ran on {count} of {n} sequences, so {reduction.metric.name} there would be a mean of these alone: "
+                    f"layer {layer} ran on {count} of {n} sequences, so {reduction.metric.name} would be a mean over these only: "
                     "measure sequences on which the same layers run"
                 )
 
 
 def _exchange(reductions: Sequence[Reduction]) -> None:
-    """Put together what the processes of one launch found: batches in their order, accumulators merged fold by fold."""
+    """Combine the results of all processes: batches in order, accumulators merged fold by fold."""
     parts = distributed.all_gather([reduction.parts for reduction in reductions])
     if len(parts) == 1:
         return
@@ -282,15 +282,15 @@ def _exchange(reductions: Sequence[Reduction]) -> None:
             turns = {layer: itertools.zip_longest(*(part.get(layer, ()) for part in each)) for layer in layers}
             reduction.parts = {layer: [t for turn in turns[layer] for t in turn if t is not None] for layer in layers}
             continue
-        whole = {
+        merged = {
             layer: [reduction.metric.function(**reduction.options) for _ in range(reduction.metric.folds)]
             for layer in layers
         }
         for part in each:
             for layer, folds in part.items():
-                for fold, more in zip(whole[layer], folds, strict=True):
+                for fold, more in zip(merged[layer], folds, strict=True):
                     fold.merge(more)
-        reduction.parts = whole
+        reduction.parts = merged
 
 
 def _reducers(
@@ -300,7 +300,7 @@ def _reducers(
     documents: range,
     segments: Segments | None,
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Hooks that hold a layer's activations, beside what is given, until the last metric that reads them has them all."""
+    """Return hooks that hold a layer's activations and the given inputs until every metric has been updated."""
     alias_of = {hook: alias for _, hooks in entries for alias, hook in hooks.items()}
     waiting = {id(reduction): set(hooks.values()) for reduction, hooks in entries}
     held = dict(given)
@@ -320,8 +320,8 @@ def _reducers(
     return [(hook, arrive) for hook in alias_of]
 
 
-def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
-    """Records of a reduction's results."""
+def record_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of a reduction."""
     yield from reduction.rows or ()
     for layer, parts in reduction.parts.items():
         unit = reduction.metric.units.get(reduction.variant or "", reduction.metric.unit)
@@ -336,8 +336,8 @@ def rows_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dic
             yield from _control_rows(reduction, sample, axes)
 
 
-def samples_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
-    """One value per document, where a metric has no position axis."""
+def sample_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[dict[str, Any]]:
+    """Yield one value per document for a metric without a position axis."""
     if reduction.metric.form != "per_sequence" or set(reduction.metric.axes) - {"head"}:
         return
     for layer, parts in reduction.parts.items():
@@ -349,7 +349,7 @@ def samples_of(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator[
 
 
 def _axes(reduction: Reduction, layer: Any, n_layers: int) -> dict[str, Any]:
-    """Stream layers are numbered by their readers; the final norm's output is site `final`."""
+    """Return the axes of a record; stream layers are numbered by their readers, and the final norm's output is site `final`."""
     where = {"site": "final", "layer": n_layers} if layer == "final" else {"site": reduction.site, "layer": layer}
     return where | {"variant": reduction.variant}
 
@@ -357,7 +357,7 @@ def _axes(reduction: Reduction, layer: Any, n_layers: int) -> dict[str, Any]:
 def _spread(
     axes: dict[str, Any], named: Sequence[str], mean: Tensor, se: Tensor, n: Tensor | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One row for each entry of `mean`, its indices under the record's names of the axes; `n`: documents behind each."""
+    """Yield one row per entry of `mean`, with its indices along the `named` axes; `n` counts documents per entry."""
     columns = [AXES[axis] for axis in named]
     places = itertools.product(*map(range, mean.shape))
     counts = [{}] * mean.numel() if n is None else [{"n": int(count)} for count in n.flatten().tolist()]
@@ -366,7 +366,7 @@ def _spread(
 
 
 def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Theoretical baselines of a per-sequence metric, written once per layer; they have no error."""
+    """Yield theoretical baselines of a per-sequence metric once per layer, without an error."""
     for name, control in reduction.metric.controls.items():
         reads = inspect.signature(control).parameters
 
@@ -389,12 +389,12 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
 
 def _accumulated_rows(reduction: Reduction, folds: list[Any], axes: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
     used = folds[:n]
-    whole, own = _result(reduction, used)
+    total, own = _result(reduction, used)
     left_out = [_result(reduction, [f for f in used if f is not fold])[0] for fold in used] if len(used) > 2 else []
-    for key, numbers in whole.items():
+    for key, numbers in total.items():
         value = torch.tensor(numbers, dtype=torch.double)
         error = torch.full_like(value, own.get(key, math.nan))
-        if left_out and not math.isnan(own.get(key, 0.0)):  # else it says that it has none
+        if left_out and not math.isnan(own.get(key, 0.0)):  # NaN: the accumulator has no error
             others = torch.tensor([one[key] for one in left_out], dtype=torch.double)
             error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
         unit = reduction.metric.units.get(key, reduction.metric.unit)
@@ -404,7 +404,7 @@ def _accumulated_rows(reduction: Reduction, folds: list[Any], axes: dict[str, An
 def _result(
     reduction: Reduction, parts: Iterable[Any]
 ) -> tuple[Mapping[str, float | list[float]], Mapping[str, float]]:
-    """(values, their errors where the accumulator knows them by itself)."""
+    """Return (values, errors that the accumulator computes itself)."""
     total = reduction.metric.function(**reduction.options)
     for part in parts:
         total.merge(part)

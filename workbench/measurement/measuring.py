@@ -1,7 +1,7 @@
-"""Checkpoint + metrics + data -> records, each number with its error bar.
+"""Measurement of checkpoints: metrics on data give records with error bars.
 
-What is stored already under the same weights, data, metric and options is not run again. Under `accelerate launch` the
-processes share the work and all return the same records; the first one keeps them.
+Records that exist for the same weights, data, metric and options are reused. Under `accelerate launch`, the processes
+share the work and all return the same records, and the first process stores them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import (
     LAYER_WEIGHTS,
     Reduction,
-    collect,
     passes_of,
     read_segments,
+    record_rows,
     reductions_of,
-    rows_of,
-    samples_of,
+    run_pass,
+    sample_rows,
 )  # fmt: skip
 from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
-from workbench.models.cache import KeyValueCache
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS
 from workbench.runs.records import SAMPLE_COLUMNS, left_out, provenance, records, typed
 
 Measure = Metric | Intervention
-CACHED = 16  # tokens behind the bytes of a key-value cache, which grow in proportion
+CACHED = 16  # tokens of a measured key-value cache, whose bytes are proportional to tokens
 
 
 def measure(
@@ -64,37 +63,48 @@ def measure(
     """Measure models or runs and return records, one tidy row per number.
 
     Args:
-        models_or_runs: a model, run, path, or a list of them.
-        metrics: names from `METRICS` and `INTERVENTIONS`, or one name.
-        data: ids [n, T], text, a path or a corpus; default the run's validation split, one window per document.
-        steps: for runs: `last`, `first`, `ends`, `all`, a step or a list.
-        n: documents at most; ids and text are taken whole. T: tokens of each (default the run's training length; ids and
-            text: all of theirs). batch: sequences at a time; results do not depend on it. seed: which windows.
-        sites: of a metric named here only these of its sites, where the others would cost memory for nothing.
-        workers: 1 measures in this process; else each step of each run is a job, see `workbench.jobs.running.run_jobs`.
+        models_or_runs: A model, run, path, or a list of them.
+        metrics: Names from `METRICS` and `INTERVENTIONS`, or one name.
+        data: Token ids [n, T], text, path or corpus; default the run's validation split, one window per document.
+        steps: Checkpoints of runs: `last`, `first`, `ends`, `all`, a step or a list.
+        n: Maximum number of documents; ignored for ids and text.
+        T: Tokens per document; default the run's training length, and all tokens of ids and text.
+        batch: Sequences per forward pass; results do not depend on it.
+        seed: Seed of the windows.
+        device: Device of loaded models.
+        progress: Called with (done, total, description).
+        sites: Sites per metric, to save the memory of its other sites.
+        workers: 1 measures in this process; otherwise each step of each run is a job, see `workbench.jobs.running.run_jobs`.
 
-    Of an observed module's batches padding is left out, and documents that stand in one row are measured each by itself: what the
-    attention hides and the masks given to the module say which. A row's value is the mean over its documents, weighted by their
-    tokens, and tokens whose label is -100 do not count in the loss. `PaddingLeftOut` says the share, `NotMeasured` what has no numbers.
+    Returns:
+        Records, which for runs are stored under `<run>/records`.
 
-    Records of a run are kept under `<run>/records`, not measured twice. Raises `UnknownName`, `BadData`, `WorkbenchError`, and
-    `OnlyHere`, which has the records, where all is measured and cannot be put up.
+    Raises:
+        UnknownName: There is no such metric, site, step or path.
+        BadData: A model cannot read the data.
+        OnlyHere: The records could not be uploaded; the error holds them.
+        WorkbenchError: Nothing could be measured.
+
+    Note:
+        Padding in an observed module's batches is left out, and packed documents are measured separately; attention masks
+        define both. A row's value is the mean over its documents, weighted by tokens, and tokens with the label -100 do not
+        count in the loss. The warning `PaddingLeftOut` gives the share, `NotMeasured` lists metrics without numbers.
     """
     wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
-    only = {name: _sites(_find(name), chosen) for name, chosen in (sites or {}).items()}
+    only = {name: _sites(_find(name), selected) for name, selected in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
         how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites)
         return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
-    chosen, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
-    for subject in chosen:
+    measured, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
+    for subject in measured:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
             refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
         refuse_unfit(samples[shared], subject)
     frames, absent = list[pd.DataFrame](), list[str]()
-    for subject in _told(chosen, progress):
+    for subject in _with_progress(measured, progress):
         with distributed.alone(getattr(subject.in_hand, "is_sharded", False)):
             frames.append(_measure_one(subject, wanted, samples[_sharing(subject)], batch, only))
         names = set(frames[-1]["metric"])
@@ -108,11 +118,14 @@ def measure(
         warn_caller(words, NotMeasured)
     for words in dict.fromkeys(filter(None, map(left_out, frame["provenance"].unique()))):
         warn_caller(words, PaddingLeftOut)
-    return _sent(frame, chosen)
+    if failed := [subject.only_here for subject in measured if subject.only_here is not None]:
+        failed[0].made = frame
+        raise failed[0]
+    return frame
 
 
 def _why_absent(subject: Subject, item: Measure) -> str:
-    """Why a measurement has no rows."""
+    """Return why a measurement has no rows."""
     model = subject.model
     if item.name in subject.absent:
         return subject.absent[item.name]
@@ -125,24 +138,16 @@ def _why_absent(subject: Subject, item: Measure) -> str:
                 why = model.absent.get(point, f"{model.architecture} has none")
                 return f"{item.name} has no numbers: {point} does not exist: {why}"
     weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
-    return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all that it reads'}"
+    return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all of its inputs'}"
 
 
-def _sent(frame: pd.DataFrame, subjects: Sequence[Subject]) -> pd.DataFrame:
-    """The records of all; raises `OnlyHere` with them where those of one could not be put up."""
-    if failed := [subject.only_here for subject in subjects if subject.only_here is not None]:
-        failed[0].made = frame
-        raise failed[0]
-    return frame
-
-
-def _told(chosen: Sequence[Subject], progress: Progress | None) -> Iterator[Subject]:
-    """Each subject, told before it is measured, and the end of all."""
-    heard: Progress = progress if progress and distributed.rank() == 0 else lambda *_: None
-    for done, subject in enumerate(chosen):
-        heard(done, len(chosen), f"{subject.axes['run']} step {subject.axes['step']}")
+def _with_progress(measured: Sequence[Subject], progress: Progress | None) -> Iterator[Subject]:
+    """Yield each subject, and report progress before each and at the end."""
+    report: Progress = progress if progress and distributed.rank() == 0 else lambda *_: None
+    for done, subject in enumerate(measured):
+        report(done, len(measured), f"{subject.axes['run']} step {subject.axes['step']}")
         yield subject
-    heard(len(chosen), len(chosen), "")
+    report(len(measured), len(measured), "")
 
 
 def _by_jobs(
@@ -154,7 +159,7 @@ def _by_jobs(
     progress: Progress | None,
     how: Callable[..., Any],
 ) -> pd.DataFrame:
-    """The same rows in the same order, of a job for each step of each run."""
+    """Measure each step of each run in a separate job, and return the rows in order."""
     opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
     jobs = [
         Job(f"{run.path} step {step}", partial(how, run, metrics, data, steps=[step]))
@@ -167,7 +172,7 @@ def _by_jobs(
 
 
 def refuse_short(T: int, metrics: Iterable[str]) -> None:
-    """Raise `WorkbenchError` where a metric needs longer sequences than T tokens."""
+    """Raise `WorkbenchError` if a metric needs sequences of more than T tokens."""
     for item in map(_find, metrics):
         if item.min_length > T:
             raise WorkbenchError(f"{item.name} needs sequences of {item.min_length} tokens; these have {T}")
@@ -188,7 +193,7 @@ def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
 
 
 def _sharing(subject: Subject) -> Any:
-    """Subjects for which this is equal read the same sequences: runs on one corpus, or anything on given ids."""
+    """Return a key that is equal for subjects with the same sequences, such as runs on one corpus."""
     if subject.run is None:
         return id(subject)
     return str(subject.run.path.parent), str(subject.run.info["data"]), subject.run.train.T
@@ -197,33 +202,33 @@ def _sharing(subject: Subject) -> Any:
 def _measure_one(
     subject: Subject, wanted: Sequence[Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
 ) -> pd.DataFrame:
-    whole = {item.name: _key(subject, sample, item) for item in wanted}
-    there = list(subject.get(sample, [whole[name] for name in only if name in whole]))  # of all sites: will do too
-    there = distributed.all_gather(there)[0] if only else there
-    only = {name: sites for name, sites in only.items() if whole.get(name) not in there}
+    all_sites = {item.name: _key(subject, sample, item) for item in wanted}
+    present = list(subject.get(sample, [all_sites[name] for name in only if name in all_sites]))
+    present = distributed.all_gather(present)[0] if only else present
+    only = {name: sites for name, sites in only.items() if all_sites.get(name) not in present}
     keys = {_key(subject, sample, item, only.get(item.name, ())): item for item in wanted}
     stored = subject.get(sample, list(keys))
-    if distributed.world_size() > 1:  # what the first one knew: it may have stored more since the others read
+    if distributed.world_size() > 1:  # only what the first process read: it may have stored more since
         stored = subject.get(sample, distributed.all_gather(list(stored))[0])
     missing = {key: item for key, item in keys.items() if key not in stored}
     if missing:
         fresh = _compute(subject, missing, sample, batch, only)
         if subject.run is None or distributed.rank() == 0:
             subject.put(sample, fresh)
-        distributed.all_gather(None)  # all processes wait until they are kept
+        distributed.all_gather(None)  # all processes wait until they are stored
         stored |= {key: frame for key, (frame, _) in fresh.items()}
     frame = pd.concat([stored[key] for key in keys], ignore_index=True)
-    return typed(frame.assign(**subject.axes, data=sample.label))  # a renamed run, or file, keeps its numbers
+    return typed(frame.assign(**subject.axes, data=sample.label))  # a renamed run or file stays valid
 
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
-    """What one measurement is kept under."""
+    """Return the key of one measurement in the store."""
     machine = item.machine if isinstance(item, Intervention) else ()
     return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites)
 
 
 def _training(subject: Subject, sample: Sample) -> Any:
-    """Where training sequences come from: the run's own data, or what was given where its training data are unknown."""
+    """Return the source of training sequences: the run's data, or the given data if these are unknown."""
     if subject.run is None or subject.run.info["data"]["kind"] == "imported":
         return sample.source
     return subject.run.data
@@ -233,7 +238,7 @@ def _compute(
     subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
 ) -> dict[str, Tables]:
     model = subject.model
-    if model.foreign is None:  # an observed module stays in its mode, and is refused where dropout is active
+    if model.foreign is None:  # an observed module stays in its mode; active dropout is refused
         model.eval()
     for item in missing.values():
         if model.foreign is not None and isinstance(item, Metric) and item.form == "derived":
@@ -244,42 +249,47 @@ def _compute(
     streamed = {k: reductions_of(m, sample.ids, only.get(m.name)) for k, m in metrics.items()}
     together = [r for reductions in streamed.values() for r in reductions]
     sample = replace(sample, segments=read_segments(model, sample, together, batch))
-    _refuse_packed(missing.values(), sample)
+    for item in missing.values():
+        if sample.segments is not None and isinstance(item, Intervention) and not item.by_document:
+            raise BadData(
+                f"{item.name} reads complete rows, and {100 * sample.segments.left_out:.3g} % of these positions are padding or rows hold "
+                "several documents: give documents of one length, one in a row"
+            )
     for key, metric in metrics.items():
         if why := _too_short(metric, streamed[key][0], sample):
             subject.absent[metric.name], streamed[key] = why, []
     together = [r for reductions in streamed.values() for r in reductions]
     *before, last = passes_of(model, sample, together)
     for reductions in before:
-        collect(model, sample, reductions, batch)
+        run_pass(model, sample, reductions, batch)
         for reduction in (r for r in reductions if r.metric.form != "per_sequence"):
-            reduction.rows = list(rows_of(reduction, sample, model.config.n_layers))
+            reduction.rows = list(record_rows(reduction, sample, model.config.n_layers))
             reduction.parts.clear()
-    collect(model, sample, last, batch)
+    run_pass(model, sample, last, batch)
 
     def results(key: str, item: Measure) -> Tables:
         rows: Iterable[dict[str, Any]]
         samples: Iterable[dict[str, Any]] = ()
         if key in streamed:
-            rows = (row for reduction in streamed[key] for row in rows_of(reduction, sample, model.config.n_layers))
+            rows = (row for reduction in streamed[key] for row in record_rows(reduction, sample, model.config.n_layers))
             samples = (
-                row for reduction in streamed[key] for row in samples_of(reduction, sample, model.config.n_layers)
+                row for reduction in streamed[key] for row in sample_rows(reduction, sample, model.config.n_layers)
             )
         elif isinstance(item, Intervention):
             rows = item.function(model, sample, _training(subject, sample), batch)
         else:
             rows = _derived_rows(model, item, sample)
         common = _common(subject, key, item, sample)
-        found = records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
+        tables = records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
         for reduction in streamed.get(key, ()):
-            reduction.parts.clear()  # before an experiment needs the room
-        return found
+            reduction.parts.clear()  # an experiment may need the memory
+        return tables
 
     return distributed.scatter({key: partial(results, key, item) for key, item in missing.items()})
 
 
 def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[str, Any]:
-    """What all rows of one measurement share."""
+    """Return the columns that all rows of one measurement share."""
     weight, segments = subject.model.embed.weight, sample.segments
     lengths = [sample.ids.shape[1]] if segments is None else [len(at) for _, at in segments.documents()]
     covered = {} if segments is None else {"left_out": round(segments.left_out, 6), "documents": len(lengths)}
@@ -294,7 +304,7 @@ def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[s
 
 
 def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
-    """Why the numbers say nothing on these tokens, where that is so."""
+    """Return the metric's doubt about most of these documents, if it has one."""
     if not isinstance(item, Metric) or not item.doubt:
         return {}
     texts = (
@@ -307,7 +317,7 @@ def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
 
 
 def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
-    """Why a metric has no numbers where a row has no document that is long enough, in words; else empty."""
+    """Return why a metric has no numbers if a row has no document that is long enough; else empty."""
     if sample.segments is None:
         return ""
     row = next((row for row in range(len(sample.ids)) if not reduction.documents(sample.segments, row)), None)
@@ -318,18 +328,8 @@ def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
     return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without padding"
 
 
-def _refuse_packed(items: Iterable[Measure], sample: Sample) -> None:
-    """Raise `BadData` where an experiment reads whole rows, and some of these are not one document without padding."""
-    for item in items:
-        if sample.segments is not None and isinstance(item, Intervention) and not item.by_document:
-            raise BadData(
-                f"{item.name} reads whole rows, and {100 * sample.segments.left_out:.3g} % of these positions are padding or rows hold "
-                "several documents: give documents of one length, one in a row"
-            )
-
-
 def _streaming(model: Transformer, item: Measure) -> dict[str, str]:
-    """How the attention statistics that a measure reads are taken here, where it reads any."""
+    """Return how the attention statistics of a metric are computed here, if it reads any."""
     if isinstance(item, Metric) and set(STATISTICS).isdisjoint(item.arguments):
         return {}  # an experiment may read them too
     weight, joint = model.embed.weight, [getattr(block.attn, "joint", None) for block in model.blocks]
@@ -338,12 +338,15 @@ def _streaming(model: Transformer, item: Measure) -> dict[str, str]:
 
 
 def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterator[dict[str, Any]]:
-    """Rows of a metric of weights or a cache (exact), or of gradients (one document at a time: mean, se, n over documents)."""
+    """Yield rows of a metric of weights or a cache (exact), or of gradients (mean, se and n over documents)."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     if "gradients" not in metric.arguments:
         given: dict[str, Any] = {"weights": weights}
         if "cache" in metric.arguments:
-            given["cache"] = _decoded(model, sample.ids[:1, :CACHED])
+            ids = sample.ids[:1, :CACHED]
+            given["cache"] = model.new_cache(1, dtype=torch.bfloat16)
+            for tokens in (ids[:, :-1], ids[:, -1:]):  # the last token separately, as in decoding
+                model(tokens, return_type=None, past_kv_cache=given["cache"])
         given = {name: given[name] for name in metric.arguments}
         settings: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.controls.items()]
         for control, options in settings:
@@ -363,16 +366,8 @@ def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterato
         yield mean_row(torch.tensor(values, dtype=torch.double), part=part, layer=layer, variant=variant, unit=unit)
 
 
-def _decoded(model: Transformer, ids: Tensor) -> KeyValueCache:
-    """The 16-bit cache of a sequence, its last token read by itself as decoding does."""
-    cache = model.new_cache(len(ids), dtype=torch.bfloat16)
-    for part in (ids[:, :-1], ids[:, -1:]):
-        model(part, return_type=None, past_kv_cache=cache)
-    return cache
-
-
 def _gradients(model: Transformer, ids: Tensor, *, output: bool) -> dict[str, Tensor]:
-    """Gradients of the mean loss (or of the mean largest logit) with respect to every matrix; none is kept on the model."""
+    """Return gradients of the mean loss (or of the mean largest logit) for every matrix, without changing the model."""
     named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
     ids = ids.to(model.embed.weight.device)
     with torch.enable_grad(), model.lock, trainable(named.values()):

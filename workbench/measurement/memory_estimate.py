@@ -1,8 +1,8 @@
-"""How much memory a measurement will need, before it runs.
+"""Estimate of a measurement's memory, before it runs.
 
-The real thing is run on a few documents of random tokens while its storages are counted, and continued in a straight line,
-since what a metric does may depend on the numbers; what the process takes beside its tensors is seen there too. The tensors
-of a CPU are counted; kernels of other devices keep other things, by a few per cent of the activations.
+The measurement runs on a few documents of random tokens while its storages are counted, and the counts are extrapolated
+linearly, since a metric may depend on the numbers. This also shows the memory of the process besides its tensors. Kernels of
+other devices than the CPU differ by a few per cent of the activations.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from workbench.models.live_bytes import LiveBytes, memory_table
 PROCESS = psutil.Process()
 LIBRARIES = PROCESS.memory_info().rss  # at import
 ALLOCATOR = (
-    "code read in on first use, and memory freed and not given back, as on a few documents; on many it may keep as much as the "
-    "activations"
+    "code loaded on first use, and freed memory that is not returned, measured on a few documents; on many documents it may reach "
+    "the size of the activations"
 )
 
 
 class _Resident(LiveBytes):
-    """Live bytes, and the most that the process held beside them: code read in on first use, memory freed and not given back."""
+    """Live bytes, and the maximum resident memory of the process."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__(held)
@@ -52,7 +52,7 @@ class _Resident(LiveBytes):
 
 @dataclass(frozen=True)
 class _Random:
-    """Where experiments that read training sequences find some."""
+    """Random data for experiments that read training sequences."""
 
     d_vocab: int
 
@@ -71,52 +71,51 @@ def measuring_memory(
     progress: Progress | None = None,
     **options: Any,
 ) -> pd.DataFrame:
-    """Bytes of `measure` at its peak for n documents of T tokens, `batch` at a time; see `training_memory`.
+    """Return the peak memory of `measure` for n documents of T tokens, `batch` at a time; see `training_memory`.
 
-    Runs the metrics on four documents, on some twenty where they keep sums in groups of documents, and takes their time. What
-    the process holds beside tensors is seen whole only in one that has not measured before, as on the command line.
+    Runs the metrics on four documents, or on about twenty for metrics with sums in groups of documents. Memory besides tensors
+    is complete only in a process that has not measured before, as on the command line.
     """
     if min(n, batch) < 1 or T < 2 or model.n_ctx < T:
         raise BadData(f"n={n}, batch={batch}, T={T}: at least one document of 2 to n_ctx={model.n_ctx} tokens")
     names = [metrics] if isinstance(metrics, str) else metrics
-    # each group of documents has sums of its own, and the next batch is there before the last one is gone: from there on the
-    # line is straight
+    # each group of documents has separate sums, and two batches overlap: memory is linear from there on
     summed = [METRICS[name].folds for name in names if name in METRICS and METRICS[name].form == "accumulated"]
     groups = max(2, min(n, max(summed, default=1)))
     peaks, beside, start = list[int](), 0, PROCESS.memory_info().rss
     for documents, at_once in ((groups, 1), (2 * groups, 1), (2 * groups, 2)):
         if progress:
             progress(len(peaks), 3, f"{documents} documents, {at_once} at a time")
-        built = build(architecture, model, **options)  # anew: what was measured of a model is not measured again
+        built = build(architecture, model, **options)  # a new model, since a model is not measured twice
         weights = sum(p.numel() * p.element_size() for p in built.parameters())
         live = _trial(built, metrics, documents, at_once, T)
         peaks.append(live.peak - weights)
         beside = max(beside, live.max_rss - start - live.peak)
         parameters = sum(p.numel() for p in built.parameters())
         del built, live
-        _free()  # what one trial leaves behind is not the next one's
+        _free()  # before the next trial
     passing, statistics = on_a_line(peaks, groups, n)
     rows = [
         ("weights", weights, f"{parameters:,} parameters of 4 bytes"),
         ("activations", passing * min(batch, n), f"of {min(batch, n)} x {T} tokens at a time"),
-        ("statistics", statistics, f"sums and values of {n} documents, and what does not depend on them"),
+        ("statistics", statistics, f"sums and values of {n} documents, and constant parts"),
         ("allocator", beside, ALLOCATOR),
     ]
     return memory_table(rows, LIBRARIES)
 
 
 def on_a_line(peaks: Sequence[int], groups: int, n: int) -> tuple[int, int]:
-    """Bytes that one document takes while it passes, and what `n` documents leave behind.
+    """Return the bytes of one document's forward pass, and the bytes stored for `n` documents.
 
-    `peaks`: of `groups` documents one at a time, of twice as many, and of these two at a time.
+    `peaks` belong to `groups` documents one at a time, to twice as many, and to twice as many two at a time.
     """
     one, more, two = peaks
-    kept, passing = max(more - one, 0) / groups, max(two - more, 0)
-    return passing, round(max(one - passing - kept * groups, 0) + kept * n)
+    stored, passing = max(more - one, 0) / groups, max(two - more, 0)
+    return passing, round(max(one - passing - stored * groups, 0) + stored * n)
 
 
 def _trial(model: Any, metrics: str | Sequence[str], documents: int, batch: int, T: int) -> _Resident:
-    """Measure random tokens while the bytes are counted."""
+    """Measure random tokens and count the bytes."""
     data = _Random(model.config.d_vocab)
     sample = Sample(data.batch(0, documents, T, documents + batch), range(documents), "random", "tokens", data)
     with _Resident(model.parameters()) as live:
@@ -125,7 +124,7 @@ def _trial(model: Any, metrics: str | Sequence[str], documents: int, batch: int,
 
 
 def _free() -> None:
-    """Free what refers to itself, as models do, and where the C library can, return freed memory to the system."""
+    """Collect reference cycles such as models, and return freed memory to the system if the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

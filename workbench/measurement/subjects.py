@@ -1,4 +1,4 @@
-"""What is measured, and on what: a run at a step or a model in memory; ids, text, files or a corpus."""
+"""Subjects of a measurement (a run at a step, or a model in memory) and their data (ids, text, files or a corpus)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from workbench.storage.locations import locate
 from workbench.storage.mirror import push
 
 _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
-"""Records of models that live in this process only, by (weights, data, key); the oldest go first."""
+"""Records of models in memory by (weights, data, key); the oldest are removed first."""
 MAX_REMEMBERED = 256
 FILES = (".txt", ".md", ".py", ".parquet", ".json", ".jsonl", ".bin")
 SHORT = 6
-"""Characters of a content hash in the name of data or of a model in memory."""
+"""Characters of a content hash in names of data and of models in memory."""
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
@@ -46,57 +46,55 @@ class Subject:
     device: str | None = None
     in_hand: Transformer | None = None
     only_here: OnlyHere | None = None
-    """Why its records could not be put up; told when all else is measured, which would be as true then as now."""
+    """Error of a failed upload, raised after everything is measured."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Why measurements have no numbers, by name."""
+    """Reasons of measurements without numbers, by name."""
 
     @cached_property
     def model(self) -> Transformer:
-        """The model itself; a run's is loaded only when it is asked for."""
+        """The model; a run's model is loaded on first use."""
         if self.in_hand is not None:
             return self.in_hand
         assert self.run is not None
         return self.run.load(self.step, device=self.device)
 
     def forget(self) -> None:
-        """Let a loaded model go: a series is measured one step at a time."""
+        """Free a loaded model, since a series is measured one step at a time."""
         self.__dict__.pop("model", None)
 
     @cached_property
     def weights(self) -> str:
-        """Content address of the weights, for a run without loading them into a model."""
+        """Content address of the weights, computed without loading a run's model."""
         return weights_hash(self.model) if self.run is None else self.run.weights_hash(self.step)
 
     @property
     def axes(self) -> dict[str, Any]:
-        """What records say of whose numbers they are."""
+        """Columns of records that identify the subject."""
         if self.run is not None:
             run = self.run
             return {"run": run.name, "architecture": run.architecture, "seed": run.seed, "step": self.step}
         source, architecture = self.model.source, self.model.architecture
         name = source.get("run") or source.get("path") or "in memory"
-        if (
-            self.model.foreign is not None or name == "in memory"
-        ):  # several of one class are told apart by their weights
+        if self.model.foreign is not None or name == "in memory":  # several models may share a class
             name = f"{name} {self.weights[:SHORT]}"
         return {"run": name, "architecture": architecture, "seed": source.get("seed"), "step": source.get("step")}
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks of the caller change what the weights compute, so that numbers must not outlive the call."""
+        """True if hooks of the caller change the computation, so that numbers must not be stored."""
         if getattr(self.in_hand, "foreign", None) is not None:
-            return True  # nor do the weights of an observed module say what its code does
+            return True  # the code of an observed module may differ for equal weights
         points = self.model.hook_dict.values() if self.run is None else ()
         return any(point._forward_hooks or point._backward_hooks for point in points)
 
     def get(self, sample: Sample, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
-        """Records that are kept under these measurement keys."""
+        """Return the stored records of these measurement keys."""
         stored = {} if self.run is None else self.run.store.get(self.weights, sample.hash, keys)
         frames = {} if self.is_hooked else {key: _memory.get((self.weights, sample.hash, key)) for key in keys}
         return {key: frame for key, frame in frames.items() if frame is not None} | stored
 
     def put(self, sample: Sample, tables: Mapping[str, Tables]) -> None:
-        """Keep records by key: a run's in its folder, a model's or a shipped run's for as long as the process lives."""
+        """Store records by key: a run's in its folder, a model's or shipped run's in this process."""
         if self.run is not None and not self.run.shipped:
             frames, samples = zip(*tables.values(), strict=True)
             both = pd.concat(frames, ignore_index=True), pd.concat(samples, ignore_index=True)
@@ -108,7 +106,7 @@ class Subject:
                 _memory[self.weights, sample.hash, key] = frame
 
     def send(self) -> None:
-        """Put up the records of a run whose folder stands for one elsewhere, and what an earlier call could not."""
+        """Upload the records of a run whose folder mirrors a URL, also after a failed upload."""
         if self.run is not None and not self.run.shipped and distributed.rank() == 0:
             try:
                 push(self.run.store.folder)
@@ -117,23 +115,23 @@ class Subject:
 
 
 def subjects(things: Any, steps: str | int | list[int], device: str | None) -> list[Subject]:
-    """A model, a run, a path, or a list of them, as subjects; `steps` applies to runs."""
-    chosen: list[Subject] = []
+    """Return the subjects of a model, a run, a path, or a list of them; `steps` applies to runs."""
+    result: list[Subject] = []
     for thing in things if isinstance(things, list | tuple) else [things]:
         opened = run_or_model(thing, device)
         if isinstance(opened, Run):
-            chosen += [Subject(opened, step, device) for step in opened.resolve(steps)]
+            result += [Subject(opened, step, device) for step in opened.resolve(steps)]
         elif isinstance(opened, HookedModel):
-            chosen.append(Subject(in_hand=cast(Transformer, opened)))  # an observed module is used alike
+            result.append(Subject(in_hand=cast(Transformer, opened)))  # an observed module is used alike
         else:
             raise WorkbenchError(f"cannot measure a {type(thing).__name__}; give a model, a run or a path")
-    if not chosen:
+    if not result:
         raise WorkbenchError("nothing to measure: no models or runs were given")
-    return chosen
+    return result
 
 
 def opened_run(thing: Any) -> Run:
-    """The run that is meant, for other processes to open; raises `WorkbenchError` for what they could not."""
+    """Return the run of a path or a `Run`; raises `WorkbenchError` for anything other processes could not open."""
     if isinstance(thing, str | Path) and (location := locate(thing)).is_run:
         return Run.open(location)
     if isinstance(thing, Run):
@@ -143,7 +141,7 @@ def opened_run(thing: Any) -> Run:
 
 
 def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> Sample:
-    """Sequences from ids [n, T], text, a path, a corpus, or (None) the run's own validation split."""
+    """Return sequences from ids [n, T], text, a path, a corpus, or (None) the run's validation split."""
     if isinstance(data, Sample):
         return data
     if isinstance(data, Tensor | np.ndarray | list | tuple):
@@ -164,7 +162,8 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
     source = subject.run.data if data is None and subject.run is not None else data
     if not hasattr(source, "batch"):
         raise BadData(f"cannot read data from a {type(data).__name__}; give ids [n, T], text, a path or a corpus")
-    sample = source.sample(n, T or _length(subject), seed=seed)
+    length = subject.run.train.T if subject.run is not None else min(128, subject.model.config.n_ctx)
+    sample = source.sample(n, T or length, seed=seed)
     if data is None or (subject.run is not None and source.hash == subject.run.info["data"].get("hash")):
         return sample  # the run's own
     content = source.corpus.hash if isinstance(source, TextData) else source.hash
@@ -172,7 +171,7 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
 
 
 def refuse_unfit(sample: Sample, subject: Subject) -> None:
-    """Raise `BadData` where a model cannot read the sequences, before anything is run."""
+    """Raise `BadData` if a model cannot read the sequences."""
     config = _config(subject)
     low, high, T = int(sample.ids.min()), int(sample.ids.max()), sample.ids.shape[1]
     if low < 0 or high >= config.d_vocab:
@@ -185,10 +184,6 @@ def _config(subject: Subject) -> ModelConfig:
     return subject.run.model if subject.run is not None else subject.model.config
 
 
-def _length(subject: Subject) -> int:
-    return subject.run.train.T if subject.run is not None else min(128, subject.model.config.n_ctx)
-
-
 def _tokenizer(subject: Subject, what: str) -> Any:
     tokenizer = subject.run.tokenizer if subject.run is not None else subject.model.tokenizer
     if tokenizer is None:
@@ -197,7 +192,7 @@ def _tokenizer(subject: Subject, what: str) -> Any:
 
 
 def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
-    """Rows of ids as they are, cut to T where it is given."""
+    """Return rows of ids, cut to T tokens if it is given."""
     try:
         ids = torch.as_tensor(data)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -214,7 +209,7 @@ def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string names a file or folder; one that looks like a text file's name but does not exist is refused."""
+    """Return whether a string names a file or folder; raises `BadData` for an absent text file."""
     if is_dataset(text):
         return True
     if text and os.path.exists(text):  # noqa: PTH110 - Path.exists raises for texts too long to be a name

@@ -1,1 +1,1 @@
-"""Run folders: what is in one, the index of many, and the records kept with them."""
+"""Run folders, the index of many runs, and their records."""

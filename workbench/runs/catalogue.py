@@ -1,12 +1,10 @@
-"""What is in a folder of runs, without opening a checkpoint: one entry a run, kept in one index file.
+"""Catalogue of a folder of runs, one entry per run, read without opening a checkpoint.
 
     catalogue("runs").entries
 
-`.index.json` holds the entries beside the time each run last changed; only runs that changed since are read again, so a
-folder of hundreds of runs opens at once. What had changed a moment before it was read is read again too, since a second change
-may bear the same time, and an index whose entries are not those that were written is none. A table that is written over where it
-stands changes no folder: of a catalogue that is looked at again and again, some runs' tables are looked at each time, in turn.
-Where the folder cannot be written, everything still works, only slower.
+The index (`index.py`) stores the entries, and only runs that changed later are read again. Runs that changed within the
+second before they were read are read again too, since a second change may have the same time. A table that is overwritten in
+place does not change its folder's time, so every call also looks at the tables of some runs, in rotation.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from workbench.checkpoints.identify import RUN_FILE
 from workbench.console import html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
-from workbench.runs.index import Index, Part
+from workbench.runs.index import Index, IndexRow
 from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
@@ -35,17 +33,17 @@ from workbench.storage import mirror
 KIND, VERSION = "catalogue", "7"
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
-LOOKS = 1500  # tables that are looked at each time, 5 ms
-PLACES = ("", f"/{RUN_FILE}", "/telemetry", "/records")  # what changes as a run grows
+LOOKS = 1500  # tables whose times are read in each call, 5 ms
+PLACES = ("", f"/{RUN_FILE}", "/telemetry", "/records")  # files and folders that change as a run grows
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a run without opening its checkpoints."""
+    """Facts of a run, read without opening its checkpoints."""
 
     name: str
     path: str
-    stamp: tuple[int, ...]  # when each of `PLACES` and the newest table changed; at its end what run.json says
+    stamp: tuple[int, ...]  # when each of `PLACES` and the newest table changed, then a digest of run.json
     architecture: str
     options: dict[str, Any]
     series: str  # the architecture, with options where runs of one group differ in them
@@ -53,35 +51,35 @@ class Entry:
     kind: str  # of data: text, repeated, backcopy, tokens, recorded, ...
     group: str  # runs of one group share data, shape and recipe, and may be compared
     title: str  # of the group, in words
-    steps: tuple[int, ...]  # with a whole checkpoint
+    steps: tuple[int, ...]  # with a complete checkpoint
     last: int  # the recipe's last step
     n_layers: int
     n_heads: int
     n_ctx: int
     measured: tuple[str, ...]  # names of the metrics that have records
-    tokens: int = 0  # read in a training step; 0 where that is unknown
+    tokens: int = 0  # read in a training step; 0 if unknown
     observed: bool = False  # another library's model, or a module of the user's own
     shipped: bool = False  # a finished run that came with the project, mostly without weights
-    seen: int = field(default=0, compare=False)  # when it was read, nanoseconds
+    seen: int = field(default=0, compare=False)  # when the entry was read, nanoseconds
 
     @property
     def settled(self) -> bool:
-        """Whether nothing had changed for a while when it was read: another change has another time."""
+        """True if nothing had changed for a second when it was read, so that the next change has another time."""
         return self.seen - max(self.stamp[:-1]) > SETTLED
 
     @property
     def imported(self) -> bool:
-        """Whether it was trained elsewhere: on what is unknown, so measuring it needs `data`."""
+        """True if it was trained elsewhere: its training data are unknown, so measuring it needs `data`."""
         return self.kind == "imported"
 
     @property
     def finished(self) -> bool:
-        """Whether it was trained to its recipe's last step."""
+        """True if it was trained to its recipe's last step."""
         return self.imported or self.shipped or (self.kind != "recorded" and self.last in self.steps)
 
     @property
     def being_written(self) -> bool:
-        """Whether a process is training or recording it now."""
+        """True while a process trains or records it."""
         return is_locked(Path(self.path))
 
 
@@ -92,15 +90,15 @@ WHOLE = (*TIMES, "steps", "seed", "last", "n_layers", "n_heads", "n_ctx", "token
 
 @dataclass
 class Catalogue:
-    """The runs of a folder, by name, and what is wrong with the folders that look like runs and cannot be read."""
+    """The runs of a folder by name, and the errors of folders that look like runs but cannot be read."""
 
     folder: str
     entries: tuple[Entry, ...]
     problems: dict[str, str]
     others: dict[str, int] = field(default_factory=dict)
-    """Folders that are no runs, and when they last changed, nanoseconds."""
+    """Other folders, and when they last changed, nanoseconds."""
     turn: int = field(default=0, compare=False)
-    """Whose tables are looked at next."""
+    """Index of the run whose tables are looked at next."""
 
     @cached_property
     def by_path(self) -> dict[str, Entry]:
@@ -109,14 +107,14 @@ class Catalogue:
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
         """The runs of each experiment."""
-        found: dict[str, list[Entry]] = {}
+        groups: dict[str, list[Entry]] = {}
         for entry in self.entries:
-            found.setdefault(entry.group, []).append(entry)
-        return found
+            groups.setdefault(entry.group, []).append(entry)
+        return groups
 
     @cached_property
     def stamp(self) -> int:
-        """Another number once any run is another."""
+        """A number that changes whenever a run changes."""
         return hash(tuple((e.path, e.series, e.stamp) for e in self.entries))
 
     def _repr_html_(self) -> str:
@@ -129,7 +127,7 @@ class Catalogue:
         return html("runs", facts, f"<table><tr>{head}</tr>{rows}</table>")
 
     def entry(self, name: str) -> Entry:
-        """The run of a name; raises `UnknownName` with the nearest."""
+        """Return the run of this name; raises `UnknownName` with the nearest names."""
         match = next((e for e in self.entries if e.name == name), None)
         if match is None:
             raise UnknownName("run", name, [e.name for e in self.entries])
@@ -137,13 +135,13 @@ class Catalogue:
 
 
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
-    """The runs under a folder, from `known` or the index file where they have not changed; an absent folder is empty.
+    """Return the runs under a folder; unchanged runs come from `known` or from the index. An absent folder is empty.
 
-    `known` itself where nothing has.
+    Returns `known` itself if nothing changed.
     """
     root = mirror.folder(folder).resolve()
     mirror.refresh(root)
-    old = known if known is not None and known.folder == str(root) else _read(root, Index(root))
+    old = known if known is not None and known.folder == str(root) else _read(root)
     entries, problems = [], {}
     try:
         folders, others = _folders(str(root), old.by_path, old.others)
@@ -159,8 +157,8 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
             continue
         try:
             seen, stamp, run = time.time_ns(), (*_stamp(path), _tables(path)[0]), Run.open(Path(path))
-            says = int(digest(run.info)[:12], 16)
-            entries.append(_sound(dataclasses.replace(_entry(run, (*stamp, says)), seen=seen)))
+            content = int(digest(run.info)[:12], 16)
+            entries.append(_sound(dataclasses.replace(_entry(run, (*stamp, content)), seen=seen)))
         except WorkbenchError as error:
             problems[_shown(Path(path).name)] = _shown(error)
         except DAMAGE as error:
@@ -169,12 +167,14 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
         old.problems, old.others = problems, others
         return old
     result = Catalogue(str(root), tuple(_with_series(entries)), problems, others, old.turn)
-    _write(root, Index(root), result)
+    if root.is_dir():
+        values = {e.path.removeprefix(f"{root}/"): json.dumps(dataclasses.asdict(e)).encode() for e in result.entries}
+        Index(root).write(KIND, None, [IndexRow(KIND, "", run, VERSION, value) for run, value in values.items()])
     return result
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """When a run's folder and what is in it last changed, nanoseconds."""
+    """Return when each of a run's `PLACES` last changed, nanoseconds."""
     return tuple(_changed(path + place) for place in PLACES)
 
 
@@ -186,18 +186,18 @@ def _changed(path: str) -> int:
 
 
 def _tables(path: str) -> tuple[int, int]:
-    """When a run's tables were last written, nanoseconds, and how many there are."""
+    """Return when a run's tables were last written, nanoseconds, and their number."""
     newest = many = 0
     for place in PLACES[2:]:
-        with contextlib.suppress(OSError), os.scandir(path + place) as found:
-            for file in found:
+        with contextlib.suppress(OSError), os.scandir(path + place) as files:
+            for file in files:
                 newest, many = max(newest, file.stat().st_mtime_ns), many + 1
     return newest, many
 
 
 def _rewritten(known: Catalogue) -> set[str]:
-    """Of the runs whose turn it is, those of which a table was written over where it stands."""
-    found, left = set(), LOOKS
+    """Return the paths of runs with a table that was overwritten in place, among those whose turn it is."""
+    paths, left = set(), LOOKS
     for _ in known.entries:
         if left <= 0:
             break
@@ -205,18 +205,18 @@ def _rewritten(known: Catalogue) -> set[str]:
         newest, many = _tables(entry.path)
         known.turn, left = known.turn + 1, left - many - 1
         if newest != entry.stamp[len(PLACES)]:
-            found.add(entry.path)
-    return found
+            paths.add(entry.path)
+    return paths
 
 
 def _folders(root: str, known: Mapping[str, Entry], before: dict[str, int]) -> tuple[list[str], dict[str, int]]:
-    """Folders that look like runs, studies' included, in order, and the others, which are listed again only once they change."""
+    """Return folders that look like runs, also inside studies, in order; and other folders with their times."""
     runs, others = list[str](), dict[str, int]()
     if not Path(root).is_dir():
         return runs, others
     with os.scandir(root) as listed:
-        found = [e for e in listed if not e.name.startswith(".") and e.is_dir()]
-    for one in sorted(found, key=lambda e: e.name):
+        folders = [e for e in listed if not e.name.startswith(".") and e.is_dir()]
+    for one in sorted(folders, key=lambda e: e.name):
         if one.path in known:
             runs.append(one.path)
         elif changed := _changed(one.path):
@@ -231,19 +231,21 @@ def _folders(root: str, known: Mapping[str, Entry], before: dict[str, int]) -> t
 
 
 def _sound(entry: Entry) -> Entry:
-    """The entry, where pages can show it; raises `BadData` naming what is not of its kind."""
+    """Return the entry if pages can show it; raises `BadData` naming a field of the wrong type."""
     for key, value in vars(entry).items():
         kind = {"options": dict, "observed": bool, "shipped": bool}.get(key) or (int if key in WHOLE else str)
         parts = value if key in TUPLES else (value,)
         wide = key not in TIMES and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
         if wide or not all(isinstance(part, kind) for part in parts):
             raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
-    json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()  # text that is none, or without end
+    json.dumps(
+        dataclasses.asdict(entry), ensure_ascii=False
+    ).encode()  # raises for text that is not Unicode and for endless nesting
     return entry
 
 
 def _shown(text: object) -> str:
-    """Text that can be sent to a page: names of files need not be any."""
+    """Return text that can be sent to a page; file names need not be Unicode."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
@@ -252,7 +254,7 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
         "name": run.name, "path": str(run.path), "stamp": stamp, "architecture": run.architecture, "seed": run.seed,
         "options": run.options, "measured": metrics_of(run.path),
     }  # fmt: skip
-    if run.recorded:  # each recording is a series of its own, for nothing says they are alike
+    if run.recorded:  # each recording is its own series, since nothing shows that two are alike
         return Entry(
             **common, series=run.name, kind="recorded", group="recorded", title="recorded in other loops", steps=(), last=0,
             n_layers=int(run.info["model"]["n_layers"]), n_heads=0, n_ctx=0,
@@ -277,7 +279,7 @@ def _words(kind: str, data: dict[str, Any]) -> str:
 
 
 def _with_series(entries: list[Entry]) -> Iterable[Entry]:
-    """The entries, each series named by the options in which runs of its group and architecture differ."""
+    """Name each series by the options in which runs of its group and architecture differ."""
     kin: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         kin.setdefault((entry.group, entry.architecture), []).append(entry)
@@ -285,48 +287,48 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
         if entry.kind == "recorded":
             yield entry
             continue
-        mine, alike = entry.options, kin[entry.group, entry.architecture]
-        differing = sorted(k for k in mine if any(other.options.get(k) != mine[k] for other in alike))
-        suffix = "".join(f" {k}={_in_short(mine[k])}" for k in differing)
+        options, alike = entry.options, kin[entry.group, entry.architecture]
+        differing = sorted(k for k in options if any(other.options.get(k) != options[k] for other in alike))
+        suffix = "".join(f" {k}={_in_short(options[k])}" for k in differing)
         yield dataclasses.replace(entry, series=entry.architecture + suffix)
 
 
-SAID = {
+WORDS = {
     "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps",
     "batch": "batch {}", "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
     "shortest": "distances from {}",
 }  # fmt: skip
-"""What experiments may differ in, in words; other settings are told by their names."""
-FOLLOWS = (
+"""Settings in which experiments may differ, in words; other settings are shown by name."""
+IGNORED = (
     "n_key_value_heads", "d_vocab", "hash", "save_every", "validate_every", "log_every", "checkpoints", "warmup", "domains", "kind",
 )  # fmt: skip
-"""Settings that say what others say, or how much is kept."""
+"""Settings that follow from others or only choose how much is stored."""
 
 
-def told_apart(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
-    """What each experiment has that most of its kind of data have not, as `8 layers, rate 0.002`: read of one run of each."""
+def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
+    """Return how each experiment differs from most others on the same kind of data, as `8 layers, rate 0.002`."""
     settings: dict[str, dict[str, dict[str, Any]]] = {}
     for group, runs in groups.items():
         info = Run.open(runs[0].path).info
         parts = (info.get(what) or {} for what in ("data", "model", "train"))
-        flat = {key: value for part in parts for key, value in part.items() if key not in FOLLOWS}
+        flat = {key: value for part in parts for key, value in part.items() if key not in IGNORED}
         settings.setdefault(runs[0].kind, {})[group] = flat
-    return {group: _apart(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}
+    return {group: _unusual(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}
 
 
-def _apart(mine: dict[str, Any], alike: list[dict[str, Any]]) -> str:
-    """The settings that are not those of most."""
-    values = {key: [other.get(key) for other in alike] for key in {**SAID, **mine}}
-    differing = [key for key, all_ in values.items() if mine.get(key) != max(all_, key=all_.count)]
-    plain = (SAID.get(key, f"{key.replace('_', ' ')} {{}}") for key in differing)
+def _unusual(settings: dict[str, Any], alike: list[dict[str, Any]]) -> str:
+    """Return the settings that differ from the most frequent ones."""
+    values = {key: [other.get(key) for other in alike] for key in {**WORDS, **settings}}
+    differing = [key for key, all_ in values.items() if settings.get(key) != max(all_, key=all_.count)]
+    plain = (WORDS.get(key, f"{key.replace('_', ' ')} {{}}") for key in differing)
     return ", ".join(
-        text.format("none" if (value := mine.get(key)) is None else value)
+        text.format("none" if (value := settings.get(key)) is None else value)
         for key, text in zip(differing, plain, strict=True)
     )
 
 
 def _in_short(value: Any) -> str:
-    """An option as a name has room for: layers without commas, which part names in a link, neighbours as a span."""
+    """Return an option without commas, which separate names in links; neighbouring layers become a range."""
     if not isinstance(value, list):
         return str(value)
     numbered = len(value) > 2 and all(isinstance(one, int) for one in value)
@@ -334,10 +336,10 @@ def _in_short(value: Any) -> str:
     return f"{value[0]}-{value[-1]}" if together else "+".join(map(str, value))
 
 
-def _read(root: Path, index: Index) -> Catalogue:
-    """Return the entries of the index; empty where there are none of ours."""
+def _read(root: Path) -> Catalogue:
+    """Return the valid entries of the index."""
     entries = []
-    for part in index.read(KIND, ("",)):
+    for part in Index(root).read(KIND, ("",)):
         with contextlib.suppress(*DAMAGE):
             stored = json.loads(part.value) | {"name": Path(part.run).name, "path": str(root / part.run)}
             if (
@@ -348,9 +350,3 @@ def _read(root: Path, index: Index) -> Catalogue:
             ):
                 entries.append(_sound(Entry(**stored | {k: tuple(stored[k]) for k in TUPLES})))
     return Catalogue(str(root), tuple(sorted(entries, key=lambda e: Path(e.path).parts)), {})
-
-
-def _write(root: Path, index: Index, content: Catalogue) -> None:
-    if root.is_dir():
-        rows = ((e.path.removeprefix(f"{root}/"), json.dumps(dataclasses.asdict(e)).encode()) for e in content.entries)
-        index.write(KIND, None, [Part(KIND, "", run, VERSION, value) for run, value in rows])

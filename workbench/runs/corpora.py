@@ -1,4 +1,4 @@
-"""The corpora that runs are trained on, kept beside them."""
+"""Training corpora, stored in the folder of runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from workbench.storage.mirror import push, reading
 
 @functools.lru_cache(maxsize=2)
 def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
-    """A corpus and its tokenizer as `prepare` makes them, built once per runs folder and shared by all processes.
+    """Return a corpus and its tokenizer, built once per folder of runs and shared by all processes.
 
-    `settings` are those of `prepare`; `name` that of the pointer to it under the runs folder, their digest unless given.
+    `settings` go to `prepare`. `name` names the pointer to the corpus in the folder of runs; default a digest of the settings.
     """
     from filelock import FileLock
 

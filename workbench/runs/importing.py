@@ -1,4 +1,4 @@
-"""Checkpoints of any training as a run: `workbench import PATH` writes a folder that measuring and the dashboard read."""
+"""Import of checkpoints from any training as a run (`workbench import PATH`), for measuring and for the dashboard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from workbench.runs.run import FORMAT, Run, place_of, written_now
 from workbench.storage.locations import Location, locate
 from workbench.storage.mirror import push
 
-LENGTH = 128  # tokens measured at unless another length is asked for
+LENGTH = 128  # default number of tokens to measure
 
 
 def import_run(
@@ -45,16 +45,31 @@ def import_run(
     config: Mapping[str, Any] | None = None, builder: str | None = None, seed: int | None = None,
     progress: Progress | None = None, key: str = "", strip_prefix: str = "", **options: Any,
 ) -> Run:  # fmt: skip
-    """A run of one checkpoint or of a series (a folder, a glob, a pattern with a `step` group), one model in memory at a time.
+    """Import one checkpoint or a series as a run, one model in memory at a time.
 
-    What our decoder does not compute is kept as transformers' model and observed from outside each time it is opened, with
-    an `ObservedInstead` warning. `builder`: a function `package.module:function` of your own that builds the module which the
-    tensors fill, from the checkpoint's settings and `config` (`workbench.checkpoints.builders`). `key`, `strip_prefix`: where
-    the weights lie in a file and under which prefix, as in `workbench.load`.
+    A model that our decoder does not implement is stored as a transformers model and observed from outside, with an
+    `ObservedInstead` warning. The run's folder appears complete or not at all.
 
-    The folder appears whole or not at all. A checkpoint that names no step is kept as step 0. `seed` tells runs of one
-    model apart; what the files say unless given, else 0. Raises `BadCheckpoint` where steps are not of one model, `NotCovered`
-    for a model that no library here computes, `WorkbenchError` for a name that is taken.
+    Args:
+        path: Checkpoint, folder, glob, or pattern with a `step` group.
+        runs: Folder of runs.
+        name: Name of the run; default the checkpoint's or the folder's name.
+        architecture: Architecture of our decoder; default the one stored in the checkpoint.
+        config: Settings that replace those of the checkpoint.
+        builder: Your function `package.module:function` that builds the module (`workbench.checkpoints.builders`).
+        seed: Seed to distinguish runs of one model; default the stored one, else 0.
+        progress: Called with (done, total, description).
+        key: Entry of a file that holds the weights, as in `workbench.load`.
+        strip_prefix: Prefix to remove from tensor names, as in `workbench.load`.
+        **options: Options of the architecture.
+
+    Returns:
+        The run. A checkpoint without a step becomes step 0.
+
+    Raises:
+        BadCheckpoint: The steps belong to different models.
+        NotCovered: No installed library computes this model.
+        WorkbenchError: The name is taken.
     """
     checkpoints = _checkpoints(locate(path).with_weights(), key, strip_prefix)
     place = place_of(runs, name or hub.short_name(str(path)) or _name([c.path for c in checkpoints]))
@@ -70,14 +85,16 @@ def import_run(
             if progress:
                 progress(i, len(checkpoints), f"{source} as step {step}")
             with warnings.catch_warnings():
-                for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # said once of a series
+                for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # one warning for a series
                     warnings.simplefilter("ignore", category)
                 state = read(checkpoint)
                 model = builders.observed_of(builder, state, config) if builder else opened(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
             _refuse_other(first, facts, checkpoints[0].path, source)
-            first |= facts if first["observed"] else {}  # what is read off values is plainest in trained ones
+            first |= (
+                facts if first["observed"] else {}
+            )  # options inferred from values are most reliable in trained weights
             first["seed"] = first["seed"] or 0
             origin = {k: model.source[k] for k in ("path", "format", "step", "stripped", "sha256") if k in model.source}
             first.setdefault("origins", {})[step] = origin
@@ -89,7 +106,7 @@ def import_run(
 
 
 def _facts(model: Transformer | Observed) -> dict[str, Any]:
-    """What describes a run. Of an observed model the name and options are what was read off this step's values."""
+    """Return the facts that describe a run; an observed model's name and options are inferred from this step's values."""
     facts = {what: getattr(model, what) for what in ("architecture", "options", "config")}
     facts |= {"form": model.source["format"], "assumed": getattr(model, "assumed", False), "observed": None}
     if isinstance(model, Observed):
@@ -103,7 +120,7 @@ def _facts(model: Transformer | Observed) -> dict[str, Any]:
 
 
 def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
-    """Write a step: ours as ever, another library's model as that library does, one of a builder with its settings."""
+    """Write a step: our model as always, another library's model as it saves itself, a builder's with its settings."""
     if isinstance(model, Observed) and "builder" in model.source:
         builders.save(model, folder, **provenance)
     elif isinstance(model, Observed):
@@ -140,7 +157,7 @@ def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path
         if first[what] == other[what]:
             continue
         one, two = first[what], other[what]
-        if what == "shapes":  # what is read off values, such as heads, may look otherwise at step 0
+        if what == "shapes":  # facts inferred from values, such as heads, may differ at step 0
             odd = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
             one, two = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, two))
         raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {one} and {two}")
@@ -173,7 +190,7 @@ def _copy_tokenizer(last: Path, to: Path, d_vocab: int, form: Format | None) -> 
 
 @contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `folder` on success and vanishes otherwise."""
+    """Yield a hidden folder that becomes `folder` on success and is removed otherwise."""
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         part.mkdir(parents=True)
@@ -186,7 +203,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
 
 
 def _name(paths: list[Path]) -> str:
-    """The name of the only checkpoint, or of the folder that a series lies in."""
+    """Return the name of the only checkpoint, or of the folder that contains a series."""
     if len(paths) == 1:
         return paths[0].name if paths[0].is_dir() else paths[0].stem
     parents = [set(path.resolve().parents) for path in paths]

@@ -2,10 +2,9 @@
 
     runs/.index.sqlite
 
-A row holds one value of one run: its catalogue entry, or its records or telemetry of one metric as a compressed Arrow table.
-`state` names the version of the run's files from which the value was made, and `checksum` covers the whole row, since SQLite
-checks no contents. A file that is damaged or has another layout is deleted and built again. The index of a folder that is
-shipped or cannot be written lies in the user's cache.
+A row holds a run's catalogue entry, a run's place in a batch, or one metric of a batch of runs as a compressed Arrow table.
+The column `state` identifies the run's files at the time of reading. The checksum covers the complete row, since SQLite checks
+no contents. A damaged file is deleted and built again. The index of a shipped or read-only folder is in the user's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,14 +27,17 @@ LAYOUT = (
     "CREATE TABLE part (kind TEXT, metric TEXT, run TEXT, state TEXT, checksum BLOB, value BLOB,"
     " PRIMARY KEY (kind, metric, run))"
 )
-BATCHES = "SELECT json_extract(CAST(value AS TEXT), '$[0]') FROM part WHERE kind = ? AND metric = ''"
-"""The batches that runs of a kind refer to."""
+UNUSED_BATCHES = (
+    "kind = ?1 AND metric > '' AND run NOT IN (SELECT json_extract(CAST(value AS TEXT), '$[0]') FROM part"
+    " WHERE kind = ?1 AND metric = '' AND json_valid(CAST(value AS TEXT)))"
+)
+REMOVED_RUNS = "kind <> ?1 AND metric = '' AND run NOT IN (SELECT run FROM part WHERE kind = ?1)"
 MAX_VALUE = 1 << 29  # bytes
 PATIENCE = 5.0  # seconds to wait for another process that writes
 
 
-class Part(NamedTuple):
-    """One value of a run; the metric of a catalogue entry is empty."""
+class IndexRow(NamedTuple):
+    """One row; `metric` is empty in rows of runs, and `run` is the batch in rows of metrics."""
 
     kind: str
     metric: str
@@ -55,11 +57,14 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         shared = SHIPPED in (folder, *folder.parents) or not os.access(folder, os.W_OK)
-        self.path = cache().parent / "indexes" / digest(str(folder)) if shared else folder / INDEX
+        try:
+            self.path = cache().parent / "indexes" / digest(str(folder)) if shared else folder / INDEX
+        except RuntimeError:  # this user has no home
+            self.path = Path(os.devnull) / INDEX
         self._files = self.path, self.path.with_name(f"{self.path.name}-journal")
 
-    def read(self, kind: str, metrics: Collection[str], runs: Collection[str] | None = None) -> Iterator[Part]:
-        """Yield the parts of some metrics and runs (None: all); damaged rows are left out."""
+    def read(self, kind: str, metrics: Collection[str], runs: Collection[str] | None = None) -> Iterator[IndexRow]:
+        """Yield the rows of some metrics and runs (None: all), except damaged ones."""
         if not self.path.is_file():
             return
         asked = "kind = ? AND metric IN (SELECT value FROM json_each(?))"
@@ -70,37 +75,40 @@ class Index:
             for *row, checksum in database.execute(
                 f"SELECT {columns} FROM part WHERE {asked}", (kind, json.dumps(list(metrics)), *names)
             ):
-                part = Part(*row)
-                if all(map(isinstance, part, (str, str, str, str, bytes))) and part.checksum == checksum:
-                    yield part
+                result = IndexRow(*row)
+                if all(map(isinstance, result, (str, str, str, str, bytes))) and result.checksum == checksum:
+                    yield result
 
-    def write(self, kind: str, runs: Collection[str] | None, parts: Iterable[Part]) -> bool:
-        """Replace all parts of a kind of some runs (None: of all runs); returns False if the file cannot be written."""
+    def write(self, kind: str, runs: Collection[str] | None, rows: Sequence[IndexRow]) -> bool:
+        """Replace all rows of a kind for some runs; `runs=None` replaces all, and removes runs without a row everywhere.
+
+        Returns False if the file cannot be written.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._replace(kind, runs, parts := list(parts))
+                self._replace(kind, runs, rows)
             except sqlite3.OperationalError:  # locked, full or read-only
                 return False
             except sqlite3.DatabaseError:  # damaged, or of another layout
                 for file in self._files:
                     file.unlink(missing_ok=True)
-                self._replace(kind, runs, parts)
+                self._replace(kind, runs, rows)
         except (OSError, sqlite3.Error, UnicodeError):
             return False
         return True
 
-    def _replace(self, kind: str, runs: Collection[str] | None, parts: Iterable[Part]) -> None:
-        which, names = (
-            ("", ()) if runs is None else (" AND run IN (SELECT value FROM json_each(?))", (json.dumps(list(runs)),))
-        )
+    def _replace(self, kind: str, runs: Collection[str] | None, rows: Sequence[IndexRow]) -> None:
+        values = [(*row[:4], row.checksum, row.value) for row in rows]
         with self._opened("rwc") as database, database:
-            database.execute(f"DELETE FROM part WHERE kind = ?{which}", (kind, *names))
-            rows = ((p.kind, p.metric, p.run, p.state, p.checksum, p.value) for p in parts)
-            database.execute(
-                f"DELETE FROM part WHERE kind = ? AND metric > '' AND run NOT IN ({BATCHES})", (kind, kind)
-            )
-            database.executemany("INSERT INTO part VALUES (?, ?, ?, ?, ?, ?)", rows)
+            if runs is None:
+                database.execute("DELETE FROM part WHERE kind = ?", (kind,))
+            else:
+                database.executemany("DELETE FROM part WHERE kind = ? AND run = ?", ((kind, run) for run in runs))
+            database.execute(f"DELETE FROM part WHERE {UNUSED_BATCHES}", (kind,))
+            database.executemany("INSERT INTO part VALUES (?, ?, ?, ?, ?, ?)", values)
+            if runs is None:
+                database.execute(f"DELETE FROM part WHERE {REMOVED_RUNS}", (kind,))
 
     @contextlib.contextmanager
     def _opened(self, mode: str) -> Iterator[sqlite3.Connection]:

@@ -1,4 +1,4 @@
-"""What was used last, within a budget: of bytes, or of how many."""
+"""Least-recently-used cache with a budget of bytes or of entries."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Values by key, each weighed once by `size`; where all are more than `budget`, those used longest ago go, but never the last."""
+    """Cache of values by key: evicts least recently used entries until their total `size` is within `budget`, never the newest."""
 
     def __init__(self, budget: int, size: Callable[[V], int]) -> None:
         self.budget, self.size, self.all = budget, size, 0
-        self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """What is kept under a key, or what `make` gives, which is kept."""
-        if key not in self._kept:
+        """Return the cached value of a key, or cache the result of `make`."""
+        if key not in self._entries:
             value = make()
-            self._kept[key] = value, self.size(value)
-            self.all += self._kept[key][1]
+            self._entries[key] = value, self.size(value)
+            self.all += self._entries[key][1]
             while len(self) > 1 and self.all > self.budget:
-                self.all -= self._kept.popitem(last=False)[1][1]
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
+                self.all -= self._entries.popitem(last=False)[1][1]
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
 
     def clear(self) -> None:
-        """Keep nothing."""
-        self._kept.clear()
+        """Remove all entries."""
+        self._entries.clear()
         self.all = 0
 
 
 def bytes_of(frame: pd.DataFrame) -> int:
-    """What the columns of a table take, its texts counted as they lie in memory."""
+    """Return the memory of a table's columns in bytes."""
     return int(frame.memory_usage(index=False).sum())

@@ -1,11 +1,11 @@
-"""One tidy table of records, and the store that keeps it: Parquet per (weights, data).
+"""Tidy table of records, and its store: one Parquet file per (weights, data).
 
-A record says what was measured, on which axes, in which unit, with which error, from which weights, data and code.
-Columns that do not apply are null; step 0 is random init; se and n count documents.
+A record holds a metric, its axes, unit and error, and the weights, data and code it was measured with.
+Columns that do not apply are null; step 0 is random init; `se` and `n` count documents.
 
-**Which rows are shown.** A metric's `version` stands in the provenance of its rows; rows without one are older than version 1.
-Of a run's records of a metric those of its newest version are read (`newest`); measuring it anew replaces the older rows
-of the same weights and data (`Store.put`). `one_sample` then picks one of several sets of documents.
+A metric's `version` is part of the provenance of its rows; rows without a version are older than version 1. Readers get the
+newest version of each metric of a run (`newest`). Measuring a metric again replaces older rows of the same weights and data
+(`Store.put`). `one_sample` then selects one of several sets of documents.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ SAMPLE_COLUMNS = (
     "run", "architecture", "seed", "step", "metric", "data", "site", "layer", "head", "variant", "document", "value",
     "provenance",
 )  # fmt: skip
-"""One value per document, for resampling; kept where a record has no position axis."""
+"""One value per document, for resampling; stored for records without a position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
-MARK, SUM = b"\0workbench sum\0", 16  # what stands before a file's sum, and the sum's bytes
+MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the checksum
 OWN_DATA = r"(train|validation)(/|$)"
-"""Names of a run's own data; other data bear the name of their file and a content hash."""
+"""Names of a run's own data; other data are named by their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
 
 
 def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """A table with exactly the record columns, typed: text, nullable whole numbers, floats."""
+    """Return a table with exactly the record columns: text, nullable whole numbers, floats."""
     return typed(pd.DataFrame(list(rows), columns=list(columns)), columns)
 
 
 def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """The same table with exactly these columns, each of its documented type; absent ones are null."""
+    """Return the table with exactly these columns in their documented types; absent columns are null."""
     kinds: dict[str, Any] = {
         name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns
     }
     absent = [None] * len(frame)
-    arrays = {  # as arrays, of which pandas makes a table in a third of the time that `astype` of a table takes
+    arrays = {  # arrays take a third of the time of `DataFrame.astype`
         name: frame[name].array.astype(kind, copy=False) if name in frame else pd.array(absent, dtype=kind)
         for name, kind in kinds.items()
     }
@@ -74,10 +74,10 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_table(table: pa.Table, path: Path, **how: Any) -> None:
-    """The same of an Arrow table; `how`: of pyarrow's `write_table`.
+    """Write an Arrow table atomically; `how` goes to pyarrow's `write_table`.
 
-    Parquet sums up its pages alone, not its headers and its footer. So a sum of all other bytes stands before the footer,
-    where the format lets anything stand and other readers pass over it.
+    Parquet has checksums of pages, but not of headers and the footer, and Arrow ends the process on some damaged footers. A
+    checksum of all other bytes is inserted before the footer, where other readers skip it.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -91,19 +91,19 @@ def write_table(table: pa.Table, path: Path, **how: Any) -> None:
 
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
-    """Rows of all the files, typed; `BadCheckpoint` names a file that cannot be read or lacks what is `needed`."""
+    """Return the typed rows of all files; `BadCheckpoint` names a file that cannot be read or lacks a `needed` column."""
     return typed(read_tables(list(paths), needed).to_pandas(), columns)
 
 
 def table_sum(data: bytes) -> bytes:
-    """A sum of a file's bytes, `SUM` of them."""
+    """Return the checksum of a file's bytes, `SUM` bytes long."""
     return hashlib.blake2b(data, digest_size=SUM).digest()
 
 
 def table_bytes(path: Path) -> bytes:
-    """A table's file; raises `OSError` where it is too large or not as `write_parquet` wrote it.
+    """Read a table's file; raises `OSError` if it is too large or its checksum fails.
 
-    Without a sum it is taken as it is: other programs write none, nor did this one before.
+    A file without a checksum is accepted: other programs and old versions write none.
     """
     data = read_bytes(path, MAX_TABLE)
     if (at := data.rfind(MARK)) >= 0:
@@ -122,9 +122,11 @@ def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequ
 
     tables = [_columns(file, needed, without) for file in files]
     try:  # checking all files together takes a third of the time
-        return encoded(checked(joined(tables), files[0].parent, needed)) if files else pa.table({})
+        return encoded(checked_records(concatenated(tables), files[0].parent, needed)) if files else pa.table({})
     except (BadCheckpoint, pa.ArrowException):  # a file is damaged or has columns of other types
-        return joined([encoded(checked(table, file, needed)) for table, file in zip(tables, files, strict=True)])
+        return concatenated(
+            [encoded(checked_records(table, file, needed)) for table, file in zip(tables, files, strict=True)]
+        )
 
 
 def _columns(path: Path, needed: Sequence[str], without: Sequence[str]) -> pa.Table:
@@ -154,7 +156,7 @@ def encoded(table: pa.Table) -> pa.Table:
     return table.combine_chunks()
 
 
-def joined(tables: Sequence[pa.Table]) -> pa.Table:
+def concatenated(tables: Sequence[pa.Table]) -> pa.Table:
     """Return the rows of all tables, columns that one of them lacks being null."""
     import pyarrow as pa
 
@@ -163,9 +165,9 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 @contextmanager
 def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """A table's file, its bytes and pages checked; texts of the columns `numbered` come as numbers into a list of texts.
+    """Open a table's file and verify its checksums; the columns `numbered` are read as dictionaries.
 
-    Raises `BadCheckpoint` naming a file that cannot be opened, or read while it is open.
+    Raises `BadCheckpoint` naming a file that cannot be opened or read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -183,17 +185,16 @@ def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.Parque
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """What a Parquet file that cannot be read raises; its names of columns need not be text."""
+    """Return the errors of a damaged Parquet file; its column names need not be text."""
     import pyarrow as pa
 
     return OSError, KeyError, UnicodeDecodeError, pa.ArrowException
 
 
-def checked(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
-    """The columns of a file that are ours, each of its documented type; others are left out.
+def checked_records(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
+    """Return the record columns of an Arrow table in their documented types, without all other columns.
 
-    table: Arrow. `needed`: columns without which nothing can be said. Raises `BadCheckpoint` naming the file, and the column
-    where it is one.
+    Raises `BadCheckpoint` naming the file, and the column that is missing or has another type.
     """
     import pyarrow as pa
 
@@ -203,11 +204,11 @@ def checked(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
     try:
         for name in dict.fromkeys(c for c in table.column_names if c in KNOWN):
             columns[name] = _of_our_type(table[name], name)
-        whole = pa.table(columns)
-        whole.validate(full=True)  # text that is none
+        table = pa.table(columns)
+        table.validate(full=True)  # raises for text that is not Unicode
     except (KeyError, pa.ArrowException) as error:
         raise BadCheckpoint(f"{path} is no table of records: column {name}: {error}") from error
-    return whole
+    return table
 
 
 def _of_our_type(column: Any, name: str) -> Any:
@@ -225,7 +226,7 @@ def _of_our_type(column: Any, name: str) -> Any:
 
 
 def facts(provenance: Any) -> dict[str, Any]:
-    """What a provenance says; nothing where it is not ours."""
+    """Return the facts of a provenance; empty if another program wrote it."""
     try:
         values = json.loads(provenance)
     except (TypeError, ValueError):
@@ -234,7 +235,7 @@ def facts(provenance: Any) -> dict[str, Any]:
 
 
 def left_out(provenance: str) -> str:
-    """Return what numbers were averaged over, in a line, where rows had padding or several documents; else empty."""
+    """Return one line on padding and documents in rows; empty if every row is one document without padding."""
     known = facts(provenance)
     if "left_out" not in known:
         return ""
@@ -243,23 +244,19 @@ def left_out(provenance: str) -> str:
 
 
 def provenance(**facts: Any) -> str:
-    """Where a number comes from, as compact JSON with sorted keys."""
+    """Return the provenance of a number as compact JSON with sorted keys."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
 
-def _keys(frame: pd.DataFrame) -> pd.Series:
-    return frame["provenance"].map({text: facts(text).get("key") for text in frame["provenance"].unique()})
-
-
 def _versions(provenances: pd.Series) -> np.ndarray:
-    """The version behind every row; 0 where its provenance has none, as before metrics had numbered versions."""
+    """Return the metric's version of every row; 0 if its provenance has none."""
     codes, texts = pd.factorize(provenances)
     matches = [_VERSION.search(text) for text in texts]
     return np.array([*(int(m[1]) if m else 0 for m in matches), 0], dtype=float)[codes]
 
 
 def newest(table: pa.Table) -> pa.Table:
-    """The rows of one run that are shown: of each metric those of its newest version."""
+    """Return the rows of each metric's newest version, from all rows of one run."""
     if not {"metric", "provenance"} <= set(table.column_names):
         return table
     if len(set(_versions(table["provenance"].unique().to_pandas()))) < 2:  # of 1,000 runs nearly all
@@ -271,24 +268,24 @@ def newest(table: pa.Table) -> pa.Table:
 
 
 def run_records(folder: Path) -> pa.Table:
-    """A run's records as they are shown: of each metric its newest version.
+    """Return a run's records, the newest version of each metric.
 
-    Raises `BadCheckpoint` naming a file that cannot be read or is no table of records.
+    Raises `BadCheckpoint` naming a file that cannot be read or holds no records.
     """
     return newest(read_tables(record_files(folder), NEEDED))
 
 
 def load_records(folders: Iterable[Path]) -> pd.DataFrame:
-    """The records of runs by their folders, see `run_records`."""
+    """Return the records of runs by their folders, see `run_records`."""
     tables = [run_records(folder) for folder in folders]
-    return typed(joined(tables).to_pandas()) if tables else records([])
+    return typed(concatenated(tables).to_pandas()) if tables else records([])
 
 
 def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each run and metric the records of one set of documents: the run's own data, the latest step's, most steps, most documents.
+    """Select one set of documents for each run and metric: own data first, then the latest step, most steps, most documents.
 
-    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged. Where two sets are
-    alike in all of this, their hash decides: any rule would do that is the same everywhere.
+    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged. The hash decides
+    between sets that are equal in all of this.
     """
     samples = {text: str(facts(text).get("data", "")) for text in frame["provenance"].dropna().unique()}
     each = frame[["run", "metric", "provenance"]].drop_duplicates()
@@ -302,15 +299,15 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     best = sets.sort_values(["own", "last", "steps", "n", "sample"]).drop_duplicates(["run", "metric"], keep="last")
     if len(best) == len(sets):
         return frame
-    kept = keyed.reset_index(names="row").merge(best[["run", "metric", "sample"]], on=["run", "metric", "sample"])
-    return frame.loc[kept["row"]].reset_index(drop=True)
+    selected = keyed.reset_index(names="row").merge(best[["run", "metric", "sample"]], on=["run", "metric", "sample"])
+    return frame.loc[selected["row"]].reset_index(drop=True)
 
 
 class Store:
-    """Measured records in a folder, content-addressed by weights, data, metric and its version.
+    """Measured records in a folder, addressed by weights, data, metric and version.
 
-    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers;
-    readers need none, since files are replaced as a whole.
+    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers.
+    Readers need no lock, since files are replaced atomically.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -320,29 +317,29 @@ class Store:
         return self.folder / f"{weights}-{data}{kind}.parquet"
 
     def get(self, weights: str, data: str, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
-        """Stored rows of each measurement key that is there."""
+        """Return the stored rows of each measurement key that exists."""
         path = self._path(weights, data)
         if not path.exists():
             return {}
         frame = read_parquet([path])
-        return {str(key): rows for key, rows in frame.groupby(_keys(frame), sort=False) if key in keys}
+        key_of = {text: facts(text).get("key") for text in frame["provenance"].unique()}
+        groups = frame.groupby(frame["provenance"].map(key_of), sort=False)
+        return {str(key): rows for key, rows in groups if key in keys}
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Add rows in place of those of the same metrics in this or an older version; newer ones stay.
+        """Replace the rows of the same metrics in this or an older version.
 
-        Raises `WorkbenchError` where the folder cannot be written.
+        Raises `WorkbenchError` if the folder cannot be written.
         """
         versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
         try:
             with FileLock(self.folder / ".lock", timeout=60):  # which makes the folder
-                # the records last: a measurement counts as done once they stand, so its samples must stand before
+                # records last: a measurement counts as done when its records exist, so its samples must exist before
                 for kind, new, columns in ((".samples", samples, SAMPLE_COLUMNS), ("", frame, COLUMNS)):
                     path = self._path(weights, data, kind)
                     old = read_parquet([path], columns) if path.exists() else records([], columns)
-                    replaced = _versions(old["provenance"]) <= old["metric"].map(versions).astype(
-                        float
-                    )  # of others: NaN
-                    old = old[~replaced]
+                    newest_versions = old["metric"].map(versions).astype(float)  # NaN for other metrics
+                    old = old[~(_versions(old["provenance"]) <= newest_versions)]
                     if len(old) + len(new):
                         write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
         except OSError as error:  # read-only, or another writer for a minute
@@ -350,7 +347,7 @@ class Store:
 
 
 def metrics_of(folder: Path) -> tuple[str, ...]:
-    """Names of the metrics that a run has records of; files that cannot be read count as empty."""
+    """Return the names of a run's measured metrics; files that cannot be read count as empty."""
     names: set[str] = set()
     for path in record_files(folder):
         with contextlib.suppress(BadCheckpoint), opened_table(path) as file:
@@ -359,5 +356,5 @@ def metrics_of(folder: Path) -> tuple[str, ...]:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The tables of records under a run's folder."""
+    """Return the record files of a run."""
     return [p for p in sorted((folder / "records").glob("*.parquet")) if not p.name.endswith(".samples.parquet")]

@@ -1,6 +1,6 @@
 """A run folder: `run.json`, `tokenizer.json`, `telemetry/*.parquet`, `step_000500/`, `resume/`, `records/`.
 
-Everything in it appears whole or not at all, so any moment's folder can be read.
+Files appear complete or not at all, so a run can be read at any time.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from workbench.storage.mirror import address_of, folder, reading, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
-MAX_WHOLE = 2**53  # whole numbers that tables and pages can hold
+MAX_WHOLE = 2**53  # largest whole number that tables and pages can hold
 STUDY = "provenance.json"
-"""In a folder whose runs are those of one study."""
-PATIENCE = 0.5  # seconds a writer tries: `is_locked` holds the lock for an instant
+"""File in a folder that holds the runs of one study."""
+PATIENCE = 0.5  # seconds a writer waits: `is_locked` holds the lock for an instant
 
 
 def runs_folder(given: str | Path | None = None) -> Path:
-    """The folder of runs: the one given, else `$WORKBENCH_RUNS`, else `./runs`; of a URL, its mirror here.
+    """Return the folder of runs: the given one, else `$WORKBENCH_RUNS`, else `./runs`; for a URL its local copy.
 
-    Raises `WorkbenchError` for paths without end and URLs that nothing here reads.
+    Raises `WorkbenchError` for endless links and URLs of an unknown kind.
     """
     named = folder(given or variable(RUNS, "runs"))
     try:
@@ -64,11 +64,11 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path | Location) -> Run:
-        """The run at a path; raises `BadCheckpoint` saying what is missing or damaged."""
+        """Open the run at a path; raises `BadCheckpoint` naming the missing or damaged file."""
         run = cls(locate(path).path.resolve())
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(run.path):
-                pass  # only whether this user may
+                pass  # only to see whether this user may
         except OSError as error:
             raise BadCheckpoint(f"{run.path} cannot be listed: {error.strerror or error}") from error
         try:
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the architecture by name; raises `TypeError` where they are no table."""
+        """Options of the architecture by name; raises `TypeError` if they are no table."""
         options = self.info.get("options") or {}
         if not isinstance(options, dict):
             raise TypeError(f"its options are {options!r}, not a table")
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """Seed of weights and data order; raises `ValueError` for what is no whole number that tables can hold."""
+        """Seed of weights and data order; raises `ValueError` unless it is a whole number that tables can hold."""
         seed = self.info["seed"]
         if type(seed) is not int or abs(seed) > MAX_WHOLE:
             raise ValueError(f"its seed is {str(seed)[:80]}, no whole number up to {MAX_WHOLE}")
@@ -138,34 +138,34 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, ascending."""
+        """Steps with a complete checkpoint, ascending."""
         return complete_steps(self.path)
 
     @property
     def recorded(self) -> bool:
-        """Whether a `Recorder` wrote it in another training loop: telemetry, but no recipe and no checkpoints."""
+        """True if a `Recorder` wrote it in another training loop: it has telemetry, but no recipe and no checkpoints."""
         return "recorder" in self.info
 
     @property
     def observed(self) -> bool:
-        """Whether its models are another library's, or of a builder: opened there and observed from outside."""
+        """True if its models are opened by another library or a builder, and observed from outside."""
         return "observed" in self.info
 
     @property
     def shipped(self) -> bool:
-        """Whether it is a finished run that came with the project, mostly without weights; nothing is ever written to it."""
+        """True for a finished run that ships with the project, mostly without weights; it is never written."""
         return "shipped" in self.info
 
     @property
     def finished(self) -> bool:
-        """Whether the last step of the recipe has its checkpoint; a recording, whether its recorder is gone."""
+        """True if the recipe's last step has its checkpoint, or if the recorder has ended."""
         if "imported" in self.info or self.shipped:
             return True
         return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
 
     @property
     def progress(self) -> str:
-        """Last checkpoint and last step of the recipe, `500/1000`; of a recording, the last step that was recorded."""
+        """Last checkpoint and last step of the recipe, `500/1000`; for a recording the last recorded step."""
         if self.shipped:
             return f"{self.train.steps}/{self.train.steps}"
         if not self.recorded:
@@ -177,29 +177,29 @@ class Run:
         return f"{0 if pd.isna(last) else last} recorded"
 
     def step_folder(self, step: int) -> Path:
-        """Where a step's checkpoint is or will be."""
+        """Return the folder of a step's checkpoint, whether it exists or not."""
         return step_folder(self.path, step)
 
     def resolve(self, steps: str | int | list[int]) -> list[int]:
-        """Steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; absent ones are refused."""
+        """Return the steps for `last`, `first`, `all`, `ends` (first and last), a step or a list; raises for absent steps."""
         return select_steps(steps, available_steps(self.path, self.info), self.name)
 
     def load(self, step: str | int = "last", **settings: Any) -> Any:
-        """The model of a step, a `Transformer` or an `Observed` one, with its tokenizer; `settings`: see `workbench.load`."""
+        """Load the `Transformer` or `Observed` model of a step with its tokenizer; for `settings` see `workbench.load`."""
         from workbench.checkpoints.opening import load  # imports torch
 
         return load(self.path, step=step, **settings)
 
     @property
     def tokenizer(self) -> Any:
-        """The run's tokenizer, None where it was trained on bare tokens; raises `BadCheckpoint` for another model's."""
+        """The run's tokenizer, None for bare token ids; raises `BadCheckpoint` if it belongs to another model."""
         from workbench.checkpoints.vocabulary import tokenizer_beside
 
         return tokenizer_beside(self.path, self.model.d_vocab)
 
     @property
     def data(self) -> Any:
-        """The data the run was trained on; raises `BadCheckpoint` where a corpus not the embedded one is not beside the run."""
+        """The training data; raises `BadCheckpoint` if its corpus is neither the embedded one nor in the folder of runs."""
         from workbench.data.opening import open_data
 
         corpora = self.path.parent / CORPORA
@@ -214,25 +214,25 @@ class Run:
         return Store(self.path / "records")
 
     def weights_hash(self, step: int) -> str:
-        """Content address of a step's files, read without loading a model."""
+        """Return the content address of a step's files, without loading a model."""
         with reading(self.step_folder(step)) as folder, open_regular(folder / WEIGHTS) as weights:
             return digest(read_bytes(folder / CONFIG), weights.read())
 
     def telemetry(self, where: str = "") -> pd.DataFrame:
-        """What training wrote down, as records; `where` is a condition of `pandas.DataFrame.query`.
+        """Return the telemetry of training as records; `where` is a condition of `pandas.DataFrame.query`.
 
-        Example: `run.telemetry("metric == 'validation_loss' and step > 0")`. Raises `BadData` for one that cannot be read.
+        Example: `run.telemetry("metric == 'validation_loss' and step > 0")`. Raises `BadData` for an invalid condition.
         """
         frame = read_parquet((path for _, path in self.telemetry_parts()), needed=(*NEEDED, "step"))
         try:
             return frame.query(where, engine="python").reset_index(drop=True) if where else frame
-        except Exception as error:  # of many kinds, from the parser to the comparison of unlike types
+        except Exception as error:  # many types, from the parser to comparisons of unlike values
             raise BadData(f"{where!r} is no condition of DataFrame.query, as \"metric == 'loss'\": {error}") from error
 
     def telemetry_parts(self) -> list[tuple[int, Path]]:
-        """(first step, file) of each telemetry part, in order; files of other names are not ours.
+        """Return first step and path of each telemetry file, in order; files with other names are ignored.
 
-        A part whose steps lie within those of another was merged into it.
+        A file whose steps lie within those of another file was merged into it.
         """
         folder, parts, end = self.path / "telemetry", list[tuple[int, Path]](), -1
         matches = (re.fullmatch(r"(\d{6,})-(\d{6,})\.parquet", p.name) for p in folder.glob("*.parquet"))
@@ -243,7 +243,7 @@ class Run:
         return parts
 
     def writing(self) -> FileLock:
-        """The lock a writer holds; raises `InUse` where another process keeps it."""
+        """Acquire the writer's lock; raises `InUse` if another process holds it."""
         lock = FileLock(self.path / ".lock", timeout=PATIENCE)
         try:
             return lock.acquire().lock
@@ -253,7 +253,7 @@ class Run:
 
 
 def run_or_model(source: Any, device: Any = None) -> Any:
-    """The run at a path or of a name that ships, or the model of any other checkpoint there; what is no path as it is."""
+    """Open the run at a path or of a shipped name, or load any other checkpoint; returns other objects unchanged."""
     if not isinstance(source, str | Path):
         return source
     if (location := locate(source)).is_run:
@@ -264,7 +264,7 @@ def run_or_model(source: Any, device: Any = None) -> Any:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is writing a run."""
+    """Return whether a process is writing a run."""
     if not (path / ".lock").exists():
         return False
     lock = FileLock(path / ".lock", timeout=0)
@@ -276,14 +276,14 @@ def is_locked(path: Path) -> bool:
 
 
 def place_of(runs: str | Path, name: str) -> Path:
-    """Where a run of a name lies or will lie; raises `WorkbenchError` for what cannot be a folder's name."""
+    """Return the folder of a run of this name; raises `WorkbenchError` for names that no folder can have."""
     if not name or Path(name).name != name or name.startswith("."):
         raise WorkbenchError(f"run name {name!r}: one plain folder name, not starting with a dot")
     return folder(runs) / name
 
 
 def written_now() -> dict[str, Any]:
-    """What every `run.json` says of how and when it was written."""
+    """Return the versions and the time that every `run.json` stores."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
@@ -291,7 +291,7 @@ def written_now() -> dict[str, Any]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run, whole or not."""
+    """Return whether a folder looks like a run, complete or not."""
     try:
         return (path / RUN_FILE).exists() or any(path.glob("step_*"))
     except OSError:  # another user's, without permission to list it
@@ -299,16 +299,16 @@ def is_run(path: Path) -> bool:
 
 
 def is_study(path: Path) -> bool:
-    """Whether a folder holds the runs of a study that was kept."""
+    """Return whether a folder holds the runs of a stored study."""
     try:
-        said = (path / STUDY).exists() or (path / f"{path.name}.toml").exists()  # either may be lost
-        return said and os.access(path, os.R_OK)
+        has_file = (path / STUDY).exists() or (path / f"{path.name}.toml").exists()  # either may be lost
+        return has_file and os.access(path, os.R_OK)
     except OSError:
         return False
 
 
 def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
-    """Runs under a folder and in its folders of studies, by name, and what is wrong with each that looks like one but cannot be read."""
+    """Return the runs under a folder and its studies by name, and the errors of folders that cannot be read as runs."""
     runs, problems, root = [], {}, folder(root)
     refresh(root)
     try:

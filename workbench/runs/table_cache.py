@@ -1,4 +1,4 @@
-"""Cache of many runs' records and telemetry: each file is read once, and an answer is cut out of compact columns.
+"""Cache of many runs' records and telemetry: each file is read once into compact columns.
 
 The command line, the views and the dashboard read runs through these two caches. A run is read again only when its stamp has
 changed. Answers are shared between threads, so callers must not write to them.
@@ -20,15 +20,15 @@ import pandas as pd
 
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
-from workbench.runs.index import Index, Part
+from workbench.runs.index import Index, IndexRow
 from workbench.runs.recent import Recent, bytes_of
 from workbench.runs.records import (
     COLUMNS,
     NEEDED,
     TEXT,
     WHOLE,
+    concatenated,
     encoded,
-    joined,
     newest,
     read_tables,
     record_files,
@@ -39,7 +39,7 @@ from workbench.runs.run import Run
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_ANSWERS, MAX_NAME_SETS = 100_000_000, 32  # bytes of cached answers; cached sets of metric names
+MAX_ANSWERS = 100_000_000  # bytes
 BATCH = 100  # runs that are held in memory before they are moved to the index
 ANSWERED = {"run": "name", "architecture": "series"}
 """Columns that an answer fills in, and the attribute of the entry that each one holds."""
@@ -50,8 +50,8 @@ File = tuple[str, int, int]
 """A file's name, modification time and size."""
 
 
-class Stored(NamedTuple):
-    """A run in the index: the state of its files, its batch, and the first row and number of rows of each metric."""
+class Indexed(NamedTuple):
+    """A run in the index: its state and batch, and first row and number of rows per metric."""
 
     state: str
     batch: str
@@ -71,10 +71,10 @@ class TableCache(ABC):
         self.runs: dict[str, tuple[object, ByMetric | str]] = {}
         """Stamp and tables of the runs in memory, or why they could not be read."""
         self.answers = Recent[Any, tuple[pd.DataFrame, dict[str, str]]](budget, lambda answer: bytes_of(answer[0]))
-        self.name_sets = Recent[Any, set[str]](MAX_NAME_SETS, lambda _: 1)
-        """Metric names of runs that were asked for together."""
+        self.files: dict[Path, dict[File, ByMetric]] = {}
+        """Tables of each telemetry file of runs that are being written."""
         self.lock = threading.Lock()
-        self.indexed = {part.run: Stored(part.state, *json.loads(part.value)) for part in self._parts(("",))}
+        self.indexed = {part.run: Indexed(part.state, *json.loads(part.value)) for part in self._parts(("",))}
         """The runs in the index."""
 
     @abstractmethod
@@ -87,14 +87,13 @@ class TableCache(ABC):
 
     def metrics(self, entries: Iterable[Entry]) -> set[str]:
         """Return the names of the metrics (or quantities) of runs; those whose files are damaged count as empty."""
-        runs = list(entries)
-
-        def names() -> set[str]:
-            self._gather(runs)
-            return {name for entry in runs for name in self._names(entry)}
-
+        runs, names = list(entries), set[str]()
         with self.lock:
-            return set(self.name_sets.get(_key(runs), names))
+            self._gather(runs)
+            for entry in runs:
+                tables = self.runs[entry.path][1] if self._in_memory(entry) else self.indexed[self._name(entry)].places
+                names |= set() if isinstance(tables, str) else tables.keys()
+        return names
 
     def rows(
         self, entries: Sequence[Entry], metrics: Sequence[str] | None = None
@@ -125,7 +124,7 @@ class TableCache(ABC):
         if not sum(lengths):
             return records([]), problems
         names = {column: [str(getattr(e, attribute)) for e in entries] for column, attribute in ANSWERED.items()}
-        return _frame(joined(tables), names, lengths), problems
+        return _frame(concatenated(tables), names, lengths), problems
 
     def _in_memory(self, entry: Entry) -> bool:
         return self.runs.get(entry.path, (None,))[0] == entry.stamp
@@ -136,12 +135,8 @@ class TableCache(ABC):
     def _name(self, entry: Entry) -> str:
         return entry.path.removeprefix(f"{self.folder}/")
 
-    def _names(self, entry: Entry) -> Iterable[str]:
-        tables = self.runs[entry.path][1] if self._in_memory(entry) else self.indexed[self._name(entry)].places
-        return () if isinstance(tables, str) else tables
-
     def _gather(self, entries: Sequence[Entry]) -> None:
-        """Read the runs that changed since they were read, and move those that are not being written to the index."""
+        """Read runs that changed, and move those to the index that no process writes."""
         fresh = list[Entry]()
         for entry in entries:
             if self._in_memory(entry) or self._in_index(entry):
@@ -163,28 +158,31 @@ class TableCache(ABC):
         runs = {self._name(e): tables for e in entries if not isinstance(tables := self.runs[e.path][1], str)}
         metrics = sorted({metric for tables in runs.values() for metric in tables})
         lengths = {metric: [sum(map(len, tables.get(metric, ()))) for tables in runs.values()] for metric in metrics}
-        batch, indexed = uuid.uuid4().hex, dict[str, Stored]()
+        batch, indexed = uuid.uuid4().hex, dict[str, Indexed]()
         for i, (entry, name) in enumerate(zip(entries, runs, strict=True)):
             places = {m: (sum(n[:i]), n[i]) for m, n in lengths.items() if n[i]}
-            indexed[name] = Stored(_state(entry), batch, places)
-        parts = [Part(self.kind, "", name, s.state, json.dumps(s[1:]).encode()) for name, s in indexed.items()]
+            indexed[name] = Indexed(_state(entry), batch, places)
+        parts = [IndexRow(self.kind, "", name, s.state, json.dumps(s[1:]).encode()) for name, s in indexed.items()]
         for metric in metrics:
             value = _packed([t for tables in runs.values() for t in tables.get(metric, ())])
-            parts.append(Part(self.kind, metric, batch, "", value))
+            parts.append(IndexRow(self.kind, metric, batch, "", value))
         if indexed and self.index and self.index.write(self.kind, list(indexed), parts):
             self.indexed |= indexed
             for entry in entries:
-                self._forget(entry)
+                del self.runs[entry.path]
+                self.files.pop(Path(entry.path), None)
         entries.clear()
 
-    def _forget(self, entry: Entry) -> None:
-        del self.runs[entry.path]
-
     def _stored(self, entries: Sequence[Entry], metrics: Sequence[str] | None) -> dict[str, list[pa.Table]] | None:
-        """Tables of runs in the index; None if one of them is lost: its runs are then read from their files."""
+        """Return tables of indexed runs; None if a row of the index is lost, so that its runs must be read from their files."""
+        import pyarrow as pa
+
         runs = {name: self.indexed[name] for name in map(self._name, entries)}
         names = {m for run in runs.values() for m in run.places if metrics is None or m in metrics}
-        batches = {(p.metric, p.run): _unpacked(p.value) for p in self._parts(names, {r.batch for r in runs.values()})}
+        batches = {
+            (p.metric, p.run): pa.ipc.open_stream(p.value).read_all()
+            for p in self._parts(names, {r.batch for r in runs.values()})
+        }
         tables, lost = dict[str, list[Any]](), list[str]()
         for name, run in runs.items():
             wanted = {m: place for m, place in run.places.items() if m in names}
@@ -196,12 +194,12 @@ class TableCache(ABC):
             del self.indexed[name]
         return None if lost else tables
 
-    def _parts(self, metrics: Collection[str], runs: Collection[str] | None = None) -> Iterable[Part]:
+    def _parts(self, metrics: Collection[str], runs: Collection[str] | None = None) -> Iterable[IndexRow]:
         return self.index.read(self.kind, metrics, runs) if self.index and metrics else ()
 
 
 def _key(entries: Iterable[Entry]) -> tuple[Any, ...]:
-    """Runs as they are now."""
+    """Return a key that changes with the runs."""
     return tuple((e.path, e.series, e.stamp) for e in entries)
 
 
@@ -210,21 +208,15 @@ def _state(entry: Entry) -> str:
 
 
 def _packed(tables: Sequence[pa.Table]) -> bytes:
-    """One metric's rows of a run as compressed Arrow, its lists of texts without those of other metrics."""
+    """Return the rows of one metric as compressed Arrow, without the texts of other metrics."""
     import pyarrow as pa
 
-    table, file = joined(tables), pa.BufferOutputStream()
+    table, file = concatenated(tables), pa.BufferOutputStream()
     columns = {name: table[name].cast("string") if name in TEXT else table[name] for name in table.column_names}
     table = encoded(pa.table(columns))
     with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
         stream.write_table(table)
     return bytes(file.getvalue())
-
-
-def _unpacked(value: bytes) -> pa.Table:
-    import pyarrow as pa
-
-    return pa.ipc.open_stream(value).read_all()
 
 
 def _frame(table: pa.Table, names: dict[str, list[str]], lengths: Sequence[int]) -> pd.DataFrame:
@@ -265,14 +257,6 @@ class TelemetryCache(TableCache):
     """Telemetry of runs; of a run that is being written only new files are read."""
 
     kind = "telemetry"
-
-    def __init__(self, folder: Path | None = None, budget: int = MAX_ANSWERS) -> None:
-        super().__init__(folder, budget)
-        self.files: dict[Path, dict[File, ByMetric]] = {}
-
-    def _forget(self, entry: Entry) -> None:
-        super()._forget(entry)
-        self.files.pop(Path(entry.path), None)
 
     def _read(self, path: Path) -> ByMetric:
         files, known = _files_of(path), self.files.pop(path, {})

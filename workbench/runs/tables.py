@@ -1,6 +1,6 @@
-"""Tables in and out in the forms that others use: pandas and Arrow in memory, Parquet, Arrow, CSV and JSON on disk.
+"""Tables in common formats: pandas and Arrow in memory, Parquet, Arrow, CSV and JSON on disk.
 
-What goes out is a pandas table, which Arrow's libraries take as it is: `pyarrow.table(frame)`, `polars.from_arrow(frame)`.
+Returned tables are pandas tables, which Arrow libraries accept: `pyarrow.table(frame)`, `polars.from_arrow(frame)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.runs.records import read_parquet, typed, write_parquet
 
 
 def as_frame(table: Any) -> pd.DataFrame:
-    """A pandas table of one, or of what speaks Arrow (pyarrow's tables, polars', DuckDB's); raises `BadData` for anything else."""
+    """Return a pandas table for a pandas or Arrow table (pyarrow, polars, DuckDB); raises `BadData` for anything else."""
     if isinstance(table, pd.DataFrame):
         return table
     if hasattr(table, "__arrow_c_stream__"):
@@ -26,7 +26,7 @@ def as_frame(table: Any) -> pd.DataFrame:
 
 
 def as_records(table: Any) -> pd.DataFrame:
-    """The same with the columns of records, each of its documented type."""
+    """Return a table with the columns of records in their documented types."""
     frame = as_frame(table)
     if missing := {"metric", "value"} - set(frame.columns):
         raise BadData(f"no table of records: it has no {' and no '.join(sorted(missing))}")
@@ -37,19 +37,19 @@ def as_records(table: Any) -> pd.DataFrame:
 
 
 def write_table_as(frame: Any, out: Path) -> None:
-    """Write a table as its ending says: .parquet, .arrow (Feather), .csv, .json; raises `UnknownName` for another."""
+    """Write a table as .parquet, .arrow (Feather), .csv or .json; raises `UnknownName` for other endings."""
     refuse_ending(out)
     WRITERS[out.suffix](as_frame(frame), out)
 
 
 def refuse_ending(path: Path | None) -> None:
-    """Raise `UnknownName` for a file that no table is written to, before the work is done."""
+    """Raise `UnknownName` for an ending that `write_table_as` does not write."""
     if path is not None and path.suffix not in WRITERS:
         raise UnknownName("file ending", path.suffix, WRITERS)
 
 
 def read_records(path: Path) -> pd.DataFrame:
-    """Records from a file as `write_table_as` writes them; raises `BadData` for what cannot be read or is none."""
+    """Read records from a file that `write_table_as` wrote; raises `BadData` for other files."""
     if not path.exists():
         raise BadData(f"{path} does not exist")
     refuse_ending(path)

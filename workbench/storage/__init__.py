@@ -1,1 +1,1 @@
-"""Runs and checkpoints that are kept elsewhere, by their URL: a folder of the cache stands for each."""
+"""Runs and checkpoints at URLs, each mirrored by a folder of the cache."""

@@ -26,13 +26,13 @@ def limit() -> float:
 
 
 def weights_under(path: Path) -> list[Path]:
-    """The weights and corpora that are here of a path."""
+    """Return the weights and corpora under a path that are present."""
     mirror, files = mirror_of(path), [path] if path.is_file() else path.rglob("*")
     return [file for file in files if mirror and heavy(mirror.name(file)) and file.is_file()]
 
 
 def used(path: Path) -> None:
-    """Note that these files are used now; when they were written stays as it is."""
+    """Set the access time of files to now, and leave their modification time."""
     for file in weights_under(path):
         with contextlib.suppress(FileNotFoundError):  # without a lease another process may evict it
             os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))

@@ -36,7 +36,7 @@ class Location:
     def with_weights(self) -> Location:
         """Fetch the weights below a URL, except those of a run, which are fetched step by step."""
         if is_url(self.given) and not self.is_run and not (self.path.parent / RUN).exists():
-            mirror.fill(self.path)
+            mirror.fetch_all(self.path)
         return self
 
 

@@ -1,9 +1,9 @@
-"""A folder of the cache that stands for one elsewhere, so that everything else reads and writes files of this machine.
+"""Mirror of a remote folder in the cache, so that all other code reads and writes local files.
 
 folder("s3://bucket/runs")            # the folder of runs
 here("s3://bucket/runs/text-s0")      # one run, step or checkpoint
-with reading(path) as path: ...       # with its weights, which are fetched only where they are read, and stay meanwhile
-push(path)                            # what changed here, up
+with reading(path) as path: ...       # with its weights, which are not evicted until the end
+push(path)                            # upload local changes
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from workbench.storage.packed import origin, unpacked
 from workbench.storage.remote import address, is_url, remote
 from workbench.storage.sync import NOTES, RUN, SOURCE, STEP, Lease, mirror_of
 
-FRESH_S = 15.0  # for which what was looked at is not looked at again, or ten times as long as looking took
+FRESH_S = 15.0  # seconds before a path is checked again, or ten times the duration of a check
 _fresh: dict[tuple[Path, bool], tuple[float, list[Path]]] = {}
-"""Until when a path counts as looked at, and the weights that were there."""
+"""When each path must be checked again, and the weights it had."""
 
 
 def folder(path: str | Path) -> Path:
-    """The folder on this machine of a folder of runs: the mirror of a URL, any other path as it is."""
+    """Return the local folder of a folder of runs: the mirror of a URL, or the path itself."""
     if not is_url(path):
         return unpacked(path)
     url = address(path)
-    remote(url)  # refuses what nothing here speaks
+    remote(url)  # raises for unknown kinds of storage
     root = sync.root_of(url)
     if not (root / NOTES / SOURCE).exists():
         write_json(root / NOTES / SOURCE, {"url": url})
@@ -37,9 +37,9 @@ def folder(path: str | Path) -> Path:
 
 
 def here(url: str) -> Path:
-    """Fetch all but the weights of a run, a step, a checkpoint or a folder of runs at a URL, and return its path in the cache.
+    """Fetch everything but the weights of a run, step, checkpoint or folder at a URL, and return its path in the cache.
 
-    Raises `WorkbenchError` for a URL that cannot be read, or where nothing is.
+    Raises `WorkbenchError` for a URL that cannot be read or is empty.
     """
     url = address(url)
     place = _placed(url)
@@ -50,7 +50,7 @@ def here(url: str) -> Path:
 
 
 def _placed(url: str) -> Path:
-    """Where what a URL means lies here: in the mirror of the folder that its run or its checkpoint is in, or in its own."""
+    """Return the local path of a URL: in the mirror of the folder of its run or checkpoint, or in its own mirror."""
     scheme, _, rest = url.partition("://")
     parent, _, name = rest.rpartition("/")
     above, _, run = parent.rpartition("/")
@@ -65,13 +65,13 @@ def _placed(url: str) -> Path:
 
 
 def address_of(path: Path) -> str:
-    """The URL of a path in a mirror, any other path as text."""
+    """Return the URL of a path in a mirror, and any other path as text."""
     mirror = mirror_of(path)
     return str(origin(path)) if mirror is None else f"{mirror.url}/{mirror.name(path)}".rstrip("/")
 
 
 def refresh(path: Path) -> None:
-    """Bring what is small and new of a run, or of all runs of a mirror; nothing for other paths and what was just looked at."""
+    """Fetch new small files of a run or mirror; does nothing for other paths and paths that were just checked."""
     mirror = mirror_of(path)
     if mirror is not None and not any(_is_fresh(place, False) for place in (path, *path.parents)):
         begin = time.monotonic()
@@ -80,13 +80,13 @@ def refresh(path: Path) -> None:
 
 
 def reading(path: Path) -> Lease:
-    """Fetch all files under a path of a mirror, and protect them from eviction until the lease ends; other paths are left as they are."""
+    """Fetch all files under a path of a mirror, and protect them from eviction until the lease ends."""
     lease = Lease(path)
-    fill(path)
+    fetch_all(path)
     return lease
 
 
-def fill(path: Path) -> Path:
+def fetch_all(path: Path) -> Path:
     """Fetch all files under a path of a mirror, and return it; without a lease, another process may evict them."""
     mirror = mirror_of(path)
     if mirror is not None:
@@ -100,25 +100,25 @@ def fill(path: Path) -> Path:
 
 
 def push(path: Path) -> None:
-    """Put up what changed here under a path of a mirror; nothing for other paths.
+    """Upload local changes under a path of a mirror; does nothing for other paths.
 
-    Files come in the order in which others may see them: a step's `config.json`, which makes it one, after its weights. Raises
-    `OnlyHere` where that fails; what is here stays, and the next call goes on.
+    Readers elsewhere see only complete steps: `config.json`, which makes a folder a step, follows its weights. Raises
+    `OnlyHere` if the upload fails; the local files remain, and the next call continues.
     """
     if (mirror := mirror_of(path)) is not None:
-        sync.push(mirror, mirror.name(path))
+        sync.upload(mirror, mirror.name(path))
 
 
 def forget() -> None:
-    """Look again at everything: other machines have written."""
+    """Check all paths again, since other machines have written."""
     _fresh.clear()
 
 
-def _is_fresh(path: Path, whole: bool) -> bool:
-    until, weights = _fresh.get((path, whole), (0.0, []))
-    return until > time.monotonic() and bool(weights or not whole) and all(file.is_file() for file in weights)
+def _is_fresh(path: Path, with_weights: bool) -> bool:
+    until, weights = _fresh.get((path, with_weights), (0.0, []))
+    return until > time.monotonic() and bool(weights or not with_weights) and all(file.is_file() for file in weights)
 
 
-def _note(path: Path, whole: bool, begin: float) -> None:
+def _note(path: Path, with_weights: bool, begin: float) -> None:
     now = time.monotonic()
-    _fresh[path, whole] = now + max(FRESH_S, 10 * (now - begin)), weights_under(path) if whole else []
+    _fresh[path, with_weights] = now + max(FRESH_S, 10 * (now - begin)), weights_under(path) if with_weights else []

@@ -1,6 +1,6 @@
-"""The files under a URL, through fsspec: listed, fetched and stored one by one, each whole or not at all.
+"""Files under a URL through fsspec, each fetched and stored completely or not at all.
 
-What fails is a `WorkbenchError` in one sentence, whichever library it came from.
+Every failure of a storage library becomes a `WorkbenchError` of one sentence.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from workbench.files import URL, digest
 from workbench.places import install
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
-"""Backends on which an object that is put appears whole or not at all; elsewhere it is put aside, then renamed."""
+"""Backends that store objects atomically; elsewhere a file is stored under another name, then renamed."""
 SUMS = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "xet_hash", "blob_id", "mtime", "LastModified", "last_modified", "created",
 )  # fmt: skip
-"""What tells that a file has changed, the surest first."""
+"""Fields of a listing that change with a file, the most reliable first."""
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _PARTS = re.compile(r"(?P<scheme>[^:]+):/{1,2}(?P<rest>.*)")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a text, or the `Path` that was made of one, is a URL."""
+    """Return whether a text, or a `Path` made from it, is a URL."""
     return URL.match(str(path)) is not None
 
 
 def address(path: str | Path) -> str:
-    """The URL as it was written, without a slash at its end; raises `WorkbenchError` for one of several kinds, `filecache::s3://`."""
-    found = _PARTS.fullmatch(str(path))
-    if found is None:
+    """Return a URL without a trailing slash; raises `WorkbenchError` for chained kinds such as `filecache::s3://`."""
+    match = _PARTS.fullmatch(str(path))
+    if match is None:
         raise WorkbenchError(f"{path}: one kind of storage, without another's cache before it")
-    root = "/" if found["scheme"] in ("file", "local") else ""
-    return f"{found['scheme']}://{root}{found['rest'].strip('/')}"
+    root = "/" if match["scheme"] in ("file", "local") else ""
+    return f"{match['scheme']}://{root}{match['rest'].strip('/')}"
 
 
 @functools.lru_cache(maxsize=64)
 def remote(url: str) -> Remote:
-    """What is under a URL; raises `WorkbenchError` for a scheme that nothing here speaks."""
+    """Return the files under a URL; raises `WorkbenchError` for an unknown scheme."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -58,14 +58,14 @@ def remote(url: str) -> Remote:
 
 
 def _left_behind(loop: Any, context: Mapping[str, Any]) -> None:
-    """Tasks that ended with their connection; the request that began them raises what is said."""
+    """Ignore tasks that ended with their connection, since their request raises the error."""
     if context["message"] != "Task exception was never retrieved":
         loop.default_exception_handler(context)
 
 
 @contextlib.contextmanager
 def saying(what: str, where: str, needs: str = "") -> Iterator[None]:
-    """One sentence of whatever fails: every backend has errors of its own, and few of them are of one kind."""
+    """Turn any error of a backend into a `WorkbenchError` of one sentence."""
     try:
         yield
     except WorkbenchError:
@@ -81,34 +81,34 @@ def saying(what: str, where: str, needs: str = "") -> Iterator[None]:
 
 
 class Remote:
-    """The files under a URL, by their paths from there on."""
+    """Files under a URL, named by their paths below it."""
 
-    def __init__(self, url: str, files: Any, root: str, whole: bool) -> None:
-        self.url, self.system, self.root, self.whole = url, files, root.rstrip("/"), whole
+    def __init__(self, url: str, files: Any, root: str, atomic: bool) -> None:
+        self.url, self.system, self.root, self.atomic = url, files, root.rstrip("/"), atomic
 
     def __getitem__(self, name: str) -> str:
         return posixpath.join(self.root, name) if name else self.root
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Return whether a file exists."""
         with saying("read", f"{self.url}/{name}"):
             return bool(self.system.isfile(self[name]))
 
     def listed(self, under: str = "") -> dict[str, str]:
-        """Every file and its mark, which changes with its contents; "" for pipes and devices, which are not read.
+        """Return every file and its mark, which changes with its contents and is empty for pipes and devices.
 
-        Raises `WorkbenchError` where nothing can be listed.
+        Raises `WorkbenchError` if the folder cannot be listed.
         """
         self.system.invalidate_cache()
         with saying("read", f"{self.url}/{under}".rstrip("/")):
-            found: Mapping[str, Any] = self.system.find(self[under], detail=True)
+            files: Mapping[str, Any] = self.system.find(self[under], detail=True)
         return {
             name.removeprefix(self.root).lstrip("/"): "" if info.get("type") == "other" else _mark(info)
-            for name, info in found.items()
+            for name, info in files.items()
         }
 
     def fetch(self, wanted: Mapping[str, Path]) -> None:
-        """Bring files here, each under its path, whole or not at all."""
+        """Fetch files to their paths, each completely or not at all."""
         parts = {name: path.with_name(f".{uuid.uuid4().hex[:12]}.part") for name, path in wanted.items()}
         where = f"{self.url}/{next(iter(wanted))}" if len(wanted) == 1 else self.url
         try:
@@ -124,22 +124,22 @@ class Remote:
                     part.rmdir() if part.is_dir() else part.unlink(missing_ok=True)
 
     def store(self, path: Path, name: str) -> str:
-        """Put a file there, whole or not at all, and return its mark."""
+        """Upload a file completely or not at all, and return its mark."""
         folder = posixpath.dirname(self[name])
-        target = self[name] if self.whole else posixpath.join(folder, f".{uuid.uuid4().hex[:12]}.part")
+        target = self[name] if self.atomic else posixpath.join(folder, f".{uuid.uuid4().hex[:12]}.part")
         with saying("write", f"{self.url}/{name}"):
-            if not self.whole:
+            if not self.atomic:
                 self.system.makedirs(folder, exist_ok=True)
             self.system.put_file(str(path), target)
             info = self.system.info(target)
             if info["size"] != path.stat().st_size:
                 raise OSError(f"{info['size']} of {path.stat().st_size} bytes arrived")
-            if not self.whole:
+            if not self.atomic:
                 self.system.mv(target, self[name])
             return _mark(self.system.info(self[name]))
 
     def remove(self, name: str) -> None:
-        """Remove a file, where it is still there."""
+        """Remove a file if it exists."""
         with saying("remove", f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
             self.system.rm_file(self[name])
 

@@ -57,10 +57,10 @@ class Mirror:
     def state(self, name: str, mark: str | None) -> dict[str, Any]:
         """Return the note of a file in its present state here; empty if it is absent."""
         try:
-            found = (self.root / name).stat()
+            stat = (self.root / name).stat()
         except OSError:
             return {}
-        return {"mark": mark, "size": found.st_size, "changed": found.st_mtime_ns}
+        return {"mark": mark, "size": stat.st_size, "changed": stat.st_mtime_ns}
 
     def clean(self, name: str, notes: dict[str, Any]) -> bool:
         """Return whether a file is unchanged here since both sides were equal."""
@@ -68,11 +68,11 @@ class Mirror:
 
     @contextlib.contextmanager
     def notes(self, unit: str, patience: float = -1) -> Iterator[dict[str, Any]]:
-        """Yield the notes of a run or of the corpora under a lock, and write them at the end, after errors too."""
+        """Yield the notes of a run or of the corpora under a lock, and write them at the end, also after errors."""
         place = self.root / NOTES / f"{unit if len(os.fsencode(unit)) <= LONGEST_UNIT else digest(unit)}.json"
         with FileLock(place.with_suffix(".lock"), timeout=patience):
-            kept = read_json(place) if place.exists() else {}
-            notes = {name: note for name, note in kept.items() if isinstance(note, dict) and "mark" in note}
+            stored = read_json(place) if place.exists() else {}
+            notes = {name: note for name, note in stored.items() if isinstance(note, dict) and "mark" in note}
             before = dict(notes)
             try:
                 yield notes
@@ -130,13 +130,13 @@ def _is_locked(place: Path) -> bool:
 
 
 def cache() -> Path:
-    """Where mirrors lie: `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    return _cache(os.environ.get(CACHE), os.environ.get(XDG_CACHE))
+    """Return the folder of mirrors: in `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    return _resolved(os.environ.get(CACHE), os.environ.get(XDG_CACHE))
 
 
 @functools.lru_cache(maxsize=8)
-def _cache(ours: str | None, everybodys: str | None) -> Path:
-    return Path(ours or Path(everybodys or Path.home() / ".cache") / "workbench").resolve() / "mirrors"
+def _resolved(cache: str | None, user_cache: str | None) -> Path:
+    return Path(cache or Path(user_cache or Path.home() / ".cache") / "workbench").resolve() / "mirrors"
 
 
 def root_of(url: str) -> Path:
@@ -180,11 +180,11 @@ def unit_of(name: str) -> str:
 def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
     """Fetch new files from the URL, remove files that are gone there, and return whether a file was fetched.
 
-    Files that this disk cannot hold are left out, with a `LeftOut` warning that names them. If a whole folder of runs is listed,
-    so are files that cannot be read; if one run or its weights are asked for, such a file raises `WorkbenchError`.
+    Files that this disk cannot hold are left out, with a `LeftOut` warning that names them. In a folder of runs,
+    files that cannot be read are left out too; below one run, such a file raises `WorkbenchError`.
     """
     there, left_out = _usable(mirror, mirror.remote.listed(under))
-    brought = False
+    fetched = False
     for unit in sorted({*map(unit_of, there), *([unit_of(under)] if under else mirror.units())}):
         with mirror.notes(unit) as notes:
             for name in [name for name in notes if _within(name, under) and mirror.clean(name, notes)]:
@@ -197,24 +197,24 @@ def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
                 if unit_of(name) == unit and (with_heavy or not heavy(name)) and not (mirror.root / name).is_file()
             ]  # fmt: skip
             if new:
-                failed = _brought(mirror, under, new)
+                failed = _fetch(mirror, under, new)
                 if failed and (under or with_heavy):
                     raise next(iter(failed.values()))
                 left_out |= {name: str(error) for name, error in failed.items()}
                 notes |= {name: mirror.state(name, there[name]) for name in new if name not in failed}
-                brought |= len(failed) < len(new)
+                fetched |= len(failed) < len(new)
     if left_out:
         reasons = "; ".join(f"{name[:120]!r} ({reason})" for name, reason in list(left_out.items())[:5])
         warn_caller(f"{mirror.url}: {len(left_out)} files are left out: {reasons}", LeftOut)
-    return brought
+    return fetched
 
 
 def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the marks of files that this disk can hold, and the reasons why it cannot hold the others, by name."""
-    kept = {name: mark for name, mark in listed.items() if _kept(name)}
-    folders = {str(parent) for name in kept for parent in PurePosixPath(name).parents}
+    visible = {name: mark for name, mark in listed.items() if _is_synchronised(name)}
+    folders = {str(parent) for name in visible for parent in PurePosixPath(name).parents}
     reasons = dict[str, str]()
-    for name, mark in kept.items():
+    for name, mark in visible.items():
         parts = [len(part.encode("utf-8", "surrogateescape")) for part in (str(mirror.root), *name.split("/"))]
         if not mark:
             reasons[name] = "it is no regular file"
@@ -224,11 +224,11 @@ def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dic
             reasons[name] = "its name is too long for this disk"
         elif name in folders:
             reasons[name] = "a folder has the same name"
-    return {name: mark for name, mark in kept.items() if name not in reasons}, reasons
+    return {name: mark for name, mark in visible.items() if name not in reasons}, reasons
 
 
-def _brought(mirror: Mirror, under: str, names: list[str]) -> dict[str, WorkbenchError]:
-    """Fetch files, and return the errors of those that failed; raises `WorkbenchError` if the URL cannot be listed any more."""
+def _fetch(mirror: Mirror, under: str, names: list[str]) -> dict[str, WorkbenchError]:
+    """Fetch files, and return the errors of failed ones; raises `WorkbenchError` if the URL cannot be listed any more."""
     try:
         mirror.remote.fetch({name: mirror.root / name for name in names})
     except WorkbenchError:
@@ -252,8 +252,8 @@ def _remove_empty(folder: Path, root: Path) -> None:
             folder = folder.parent
 
 
-def push(mirror: Mirror, under: str) -> None:
-    """Put up what changed here, in the order in which others may see it; see `mirror.push`."""
+def upload(mirror: Mirror, under: str) -> None:
+    """Upload local changes in an order that never shows incomplete steps; see `mirror.push`."""
     with mirror.notes(unit_of(under)) as notes:
         changed = [name for name in _local(mirror, under) if not mirror.clean(name, notes)]
         written = any(_telemetry(name) for name in changed)
@@ -267,7 +267,7 @@ def push(mirror: Mirror, under: str) -> None:
                 notes[name] = before | {"mark": mirror.remote.store(mirror.root / name, name)}
         except WorkbenchError as error:
             raise OnlyHere(
-                f"{error}; all of it is whole in {mirror.root / unit_of(under)}, and the same command goes on from there"
+                f"{error}; everything is complete in {mirror.root / unit_of(under)}, and the same command continues from there"
             ) from error
 
 
@@ -276,7 +276,7 @@ def _telemetry(name: str) -> bool:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """What describes a run first, then what it holds, then what makes a step or records of that, and what it resumes from."""
+    """Return the order of uploads: descriptions, contents, files that complete a step or records, resume points."""
     path = PurePosixPath(name)
     if path.name == RUN or ".samples." in path.name or path.name.startswith("tokenizer"):
         return 0, name
@@ -286,14 +286,14 @@ def _order(name: str) -> tuple[int, str]:
 def _local(mirror: Mirror, under: str) -> list[str]:
     place = mirror.root / under
     files = [place] if place.is_file() else place.rglob("*")
-    return [name for file in files if file.is_file() and _kept(name := mirror.name(file))]
+    return [name for file in files if file.is_file() and _is_synchronised(name := mirror.name(file))]
 
 
 def _within(name: str, under: str) -> bool:
     return not under or name == under or name.startswith(f"{under}/")
 
 
-def _kept(name: str) -> bool:
+def _is_synchronised(name: str) -> bool:
     """Return whether a file is synchronised: hidden files are not, except corpora."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(".") for part in (parts[1:] if parts[0] == CORPORA else parts))

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
-from workbench.jobs.running import Job, Status, Workers, run_jobs
+from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 
 STATUS = ".demo.json"
@@ -196,7 +196,7 @@ def run_demo(
     """
     runs.mkdir(parents=True, exist_ok=True)
     planned = jobs(runs, seeds=seeds, quick=quick, full=full, text=text, device=device)
-    status = Status(runs / STATUS, planned, progress)
+    status = StatusFile(runs / STATUS, planned, progress)
     if left := [job for job in planned if not ready(job)]:
         for job in planned:
             if job not in left:

@@ -14,7 +14,7 @@ import pandas as pd
 from workbench.claims.verdict import judge_differences
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import BadData, WorkbenchError
-from workbench.jobs.running import Job, Status, Workers, run_jobs
+from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
 from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
 from workbench.runs.run import CORPORA, RUN_FILE, Run
@@ -168,7 +168,7 @@ def run_study(
     runs.mkdir(parents=True, exist_ok=True)
     planned = plan(study, runs, quick=quick, device=device)
     jobs = [Job(run.name, work, (run,), _cost(run)) for run in planned]
-    status = Status(runs / f".study-{study.name}.json", jobs, progress)
+    status = StatusFile(runs / f".study-{study.name}.json", jobs, progress)
     ready = [dataclasses.replace(jobs[i], arguments=(run,)) for i, run in _with_data(planned, status)]
     run_jobs(ready, workers, lambda job, error: status.done(job.name, error), folders=[runs])
     status.finish()
@@ -184,7 +184,7 @@ def _cost(run: StudyRun) -> float:
     return float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
 
 
-def _with_data(planned: Sequence[StudyRun], status: Status) -> Iterator[tuple[int, StudyRun]]:
+def _with_data(planned: Sequence[StudyRun], status: StatusFile) -> Iterator[tuple[int, StudyRun]]:
     """(number, run with the description of its data); those whose data cannot be had are noted as failed."""
     prepared: dict[str, dict[str, Any] | WorkbenchError] = {}
     for i, run in enumerate(planned):

@@ -1,1 +1,1 @@
-"""Training: the loop and its recipe, what it writes down, processes for many at once, and the recorder of other loops."""
+"""Training loop, recipe and telemetry, and the recorder for other training loops."""

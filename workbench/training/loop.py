@@ -1,8 +1,8 @@
-"""The training loop: one recipe for every architecture, paired by construction, resumable bit by bit.
+"""Training loop: one recipe for every architecture, with paired seeds and bitwise resume.
 
 Recipe of Zhou et al. (2024): AdamW, decay on matrices and the embedding only, clipping, linear warm-up from 1e-7, cosine to
-a tenth of the peak. Weights depend on (seed, tensor name) and batches on (seed, step) alone, so models of one seed differ
-in nothing but their architecture. `accelerate` supplies devices, precision and several processes.
+a tenth of the peak. Weights depend only on (seed, tensor name) and batches on (seed, step), so models of one seed differ
+only in their architecture. `accelerate` supplies devices, precision and several processes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
-from workbench.runs.trackers import checked, opened
+from workbench.runs.trackers import installed_trackers, open_trackers
 from workbench.storage.locations import locate
 from workbench.storage.mirror import folder, push, reading
 from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
 from workbench.training.telemetry import Telemetry
 
-Progress = Callable[[int, float, float], None]
+OnStep = Callable[[int, float, float], None]
 """Called with (step, loss in nats, tokens per second)."""
 
 
@@ -52,20 +52,22 @@ def create(
     name: str, runs: Path, *, architecture: str, model: ModelConfig, train: TrainConfig, data: Data, seed: int,
     options: dict[str, Any],
 ) -> Run:  # fmt: skip
-    """Write `run.json` (and the corpus and tokenizer) of a new run, or reopen one of equal settings.
+    """Write `run.json`, corpus and tokenizer of a new run, or reopen a run with equal settings.
 
-    Raises `WorkbenchError` where a run of that name has other settings.
+    Raises `WorkbenchError` if a run of that name has other settings.
     """
     path = locate(place_of(runs, name)).path
-    built = _outline(architecture, model, train, options)
+    with torch.device("meta"):  # raises for unknown options before anything is written
+        outline = compose(architecture, model, **options)
+    rate_factors((name for name, _ in outline.named_parameters()), train)
     info = {
-        "format": FORMAT, "architecture": architecture, "options": built, "seed": seed,
+        "format": FORMAT, "architecture": architecture, "options": outline.options, "seed": seed,
         "model": asdict(model), "train": asdict(train), "data": data.describe(), **written_now(),
     }  # fmt: skip
     if (path / RUN_FILE).exists():
         old = read_json(path / RUN_FILE)
         if isinstance(old.get("train"), dict):
-            old["train"] = asdict(TrainConfig.of(old["train"]))  # keys that came later had their defaults
+            old["train"] = asdict(TrainConfig.of(old["train"]))  # new keys had their defaults
         old, new = json.loads(json.dumps([old, info]))
         if differing := [k for k in info if k not in ("versions", "created") and old.get(k) != new[k]]:
             raise WorkbenchError(f"{path} exists with another {', '.join(differing)}; choose another name or remove it")
@@ -78,27 +80,37 @@ def create(
     return Run.open(path)
 
 
-def _outline(architecture: str, model: ModelConfig, train: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of an architecture with the given ones in place; the unknown are refused before anything is written."""
-    with torch.device("meta"):
-        built = compose(architecture, model, **options)
-    rate_factors((name for name, _ in built.named_parameters()), train)
-    return built.options
-
-
 def train(
     architecture: str, data: Data, *, name: str, runs: Path, model: ModelConfig, train: TrainConfig, seed: int = 0,
-    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: Progress | None = None, log: str | Sequence[str] = (),
+    checkpoints: Sequence[int] | None = None, device: str | None = None, progress: OnStep | None = None, log: str | Sequence[str] = (),
     **options: Any,
 ) -> Run:  # fmt: skip
-    """Train a model, or go on where an interrupted training of the same name stopped; returns its run.
+    """Train a model, or resume an interrupted training of the same name.
 
-    `checkpoints` replaces the log-like grid (0 and the last step are always kept). `log` names trackers that are told as well:
-    wandb, tensorboard, mlflow. Ctrl-C ends after the current step with
-    everything written, as `KeyboardInterrupt`. Raises `WorkbenchError` for a run in use or with other settings.
+    Ctrl-C ends the training after the current step, writes everything and raises `KeyboardInterrupt`.
+
+    Args:
+        architecture: Name of the architecture.
+        data: Training data.
+        name: Name of the run.
+        runs: Folder of runs.
+        model: Shape of the model.
+        train: Recipe.
+        seed: Seed of weights and data order.
+        checkpoints: Steps to save instead of the logarithmic grid; step 0 and the last step are always saved.
+        device: Default the first accelerator.
+        progress: Called with (step, loss in nats, tokens per second).
+        log: Trackers that receive the telemetry: `wandb`, `tensorboard`, `mlflow`.
+        **options: Options of the architecture.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        WorkbenchError: The run is in use or has other settings.
     """
     _refuse(data, model, train, seed, checkpoints or ())
-    logs = checked(log)
+    logs = installed_trackers(log)
     accelerator, runs = _accelerator(device, train), folder(runs)
     first = accelerator.is_main_process
     if first:
@@ -116,11 +128,11 @@ def train(
         with reading(run.path / "resume"):
             loop = _Loop(run, data, accelerator, grid, progress, options)
         try:
-            loop.telemetry.sinks += opened(logs if first else (), run.path, run.info, loop.step)
+            loop.telemetry.trackers += open_trackers(logs if first else (), run.path, run.info, loop.step)
             loop.run_to_end()
         finally:
-            for sink in loop.telemetry.sinks:
-                sink.close()
+            for tracker in loop.telemetry.trackers:
+                tracker.close()
             if first:
                 push(run.path)
         accelerator.wait_for_everyone()  # a launcher ends all processes with the first that leaves badly
@@ -131,7 +143,7 @@ def train(
 
 
 def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, checkpoints: Sequence[int]) -> None:
-    """Raise for what cannot be trained, before a run folder exists that would be in the way of the next attempt."""
+    """Raise for settings that cannot be trained, before a run folder exists."""
     if data.d_vocab > model.d_vocab:
         raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
     if model.n_ctx < config.T:
@@ -144,10 +156,10 @@ def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, chec
 
 
 def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
-    """The device and precision of one training; accelerate keeps those of the first in a process for all others."""
+    """Set device and precision, which accelerate would otherwise reuse from the first training in a process."""
     if variable(WORLD_SIZE):
         atexit.register(distributed.leave)
-    else:  # no launcher: no process group that has to live on
+    else:  # without a launcher there is no process group to preserve
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if config.bf16 else "no")
     if device not in (None, accelerator.device.type, str(accelerator.device)):
@@ -158,10 +170,10 @@ def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
 
 
 class _Loop:
-    """State of one training: model, optimiser, telemetry, and the step reached."""
+    """State of one training: model, optimiser, telemetry and step."""
 
     def __init__(
-        self, run: Run, data: Data, accelerator: Accelerator, grid: list[int], progress: Progress | None, options: dict[str, Any]
+        self, run: Run, data: Data, accelerator: Accelerator, grid: list[int], progress: OnStep | None, options: dict[str, Any]
     ) -> None:  # fmt: skip
         self.run, self.data, self.accelerator, self.grid, self.progress = run, data, accelerator, grid, progress
         self.config, self.main = run.train, accelerator.is_main_process
@@ -174,7 +186,7 @@ class _Loop:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def run_to_end(self) -> None:
-        """Steps until the recipe's last, with telemetry, checkpoints and resume points on the way."""
+        """Train to the recipe's last step, and write telemetry, checkpoints and resume points."""
         clock, since, steps = time.perf_counter(), self.step, self.config.steps
         stop = False
         with self._interruptible():
@@ -182,7 +194,7 @@ class _Loop:
             while self.step < steps and not stop:
                 loss = self._update()
                 self.step += 1
-                stop = self._agreed_to_stop()  # once a step: what comes later ends the next one
+                stop = self._agreed_to_stop()  # once per step: a later Ctrl-C ends the next step
                 due = self.step % self.config.save_every == 0 or self.step == steps or stop
                 if due or self.step in self.grid or time.perf_counter() - clock > 2.0:
                     rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
@@ -213,7 +225,7 @@ class _Loop:
         return loss.detach()
 
     def _measure_step(self, loss: Tensor, per_token: Tensor, tokens: Tensor) -> Tensor:
-        """Note the step's numbers; returns the total gradient norm, which clipping needs anyway."""
+        """Add the step's numbers to the telemetry; returns the total gradient norm, which clipping needs."""
         gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
         readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
@@ -229,7 +241,7 @@ class _Loop:
                 self._note_coefficients()
         return total
 
-    # ---- what is written down ----------------------------------------------------------------------------------------
+    # ---- telemetry ---------------------------------------------------------------------------------------------------
 
     def _note_gradients(self, gradients: dict[str, Tensor], variant: str | None = None) -> None:
         measure = METRICS["gradient_norm"]
@@ -246,7 +258,7 @@ class _Loop:
                         self.telemetry.add(self.step, "coefficient", value, part=part, layer=layer, unit="weight")
 
     def _validate(self) -> None:
-        """Validation loss of each domain, and the gradient of the output scalar (mean largest logit) on a few sequences."""
+        """Add the validation loss of each domain, and the gradient of the mean largest logit on a few sequences."""
         self.bare.eval()
         for domain, sample in self.samples.items():
             batches = (ids.to(self.accelerator.device) for ids in sample.ids.split(self.config.batch))
@@ -270,7 +282,7 @@ class _Loop:
 
     def _note(self, loss: float, rate: float, due: bool) -> None:
         size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
-        if not math.isfinite(loss + size):  # before anything of it is kept
+        if not math.isfinite(loss + size):  # before anything of it is written
             state = f"the loss is {loss} and the weights' norm {size} at step {self.step}"
             raise WorkbenchError(f"{self.run.name}: {state}; lower lr={self.config.lr}")
         if self.main:
@@ -289,20 +301,20 @@ class _Loop:
             self._send()
 
     def _send(self) -> None:
-        """Put up the run so far, where its folder stands for one elsewhere; what fails is tried again, and told at the end."""
+        """Upload the run if its folder mirrors a URL; warns once if that fails, and is tried again later."""
         try:
             push(self.run.path)
             self.sent = True
         except WorkbenchError as error:
             if self.sent:
-                warn_caller(f"goes on without: {error}", NotSent)
+                warn_caller(f"training continues without the upload: {error}", NotSent)
             self.sent = False
 
     # ---- stopping and resuming ---------------------------------------------------------------------------------------
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C end the step at hand; outside the main thread no handler can be set."""
+        """Let the first Ctrl-C end the current step; only the main thread can set a handler."""
         try:
             before = signal.signal(signal.SIGINT, self._ask_to_stop)
         except ValueError:
@@ -318,14 +330,14 @@ class _Loop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _agreed_to_stop(self) -> bool:
-        """Whether any process was asked to stop: one that left alone would keep the others waiting for its gradients."""
+        """Return whether any process was asked to stop, since the others would wait for its gradients."""
         if self.accelerator.num_processes == 1:
             return self.stop
         asked = torch.tensor(float(self.stop), device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     def _save_resume(self) -> None:
-        """Weights, moments and random states in one safetensors file, replaced as a whole."""
+        """Write weights, moments and random states to one safetensors file, atomically."""
         tensors = {"rng.cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
@@ -335,7 +347,7 @@ class _Loop:
                 tensors[f"{key}.{name}"] = value.detach().reshape(value.shape)
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
         with replacing(self.run.path / "resume" / "state.safetensors") as part:
-            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT), "sum": _sum(tensors)})
+            write_tensors(tensors, part, {"step": str(self.step), "format": str(FORMAT), "sum": _checksum(tensors)})
 
     def _restore(self) -> None:
         path = self.run.path / "resume" / "state.safetensors"
@@ -345,17 +357,17 @@ class _Loop:
             except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error
         if self.main:
-            for leftover in self.run.path.glob("*/.*.part"):  # of a writer that was killed
+            for leftover in self.run.path.glob("*/.*.part"):  # from a killed process
                 if leftover.parent.name != "records":
                     leftover.unlink()
             self.telemetry.rewind(self.step)
 
     def _read_state(self, path: Path) -> None:
         with open_regular(path), safe_open(path, framework="pt") as file:
-            says = file.metadata()
-        step, tensors = int(says["step"]), load_file(path)
-        if "sum" in says and says["sum"] != _sum(tensors):
-            raise ValueError("its tensors are not those that were written")
+            metadata = file.metadata()
+        step, tensors = int(metadata["step"]), load_file(path)
+        if "sum" in metadata and metadata["sum"] != _checksum(tensors):
+            raise ValueError("its checksum is wrong")
         with torch.no_grad():
             for name, parameter in self.bare.named_parameters():
                 parameter.copy_(tensors[f"model.{name}"])
@@ -367,12 +379,10 @@ class _Loop:
         self.step = step
 
 
-def _sum(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Content address of tensors by name: a changed bit of a moment would go on unnoticed."""
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a checksum of tensors and their names: nothing else would show a changed bit of a moment."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         sha.update(name.encode())
-        sha.update(
-            tensors[name].flatten().view(torch.uint8).numpy()
-        )  # as it lies: a copy would double what a step needs
+        sha.update(tensors[name].flatten().view(torch.uint8).numpy())  # without a copy, which would double the memory
     return sha.hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""How much memory a training will need, before it runs.
+"""Estimate of a training's memory, before it runs.
 
-One step of the real model is run on fake tensors, which have shapes and no numbers, while every storage that comes and goes
-is counted. The tensors of a CPU are counted; kernels of other devices keep other things, by a few per cent of the activations.
+The real model runs one step on fake tensors, which have shapes but no numbers, while all storages are counted. Kernels of
+other devices than the CPU differ by a few per cent of the activations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from workbench.models.live_bytes import LiveBytes, memory_table
 from workbench.models.transformer import Transformer
 from workbench.training.recipe import rate_factors
 
-OUTPUT_SEQUENCES = 4  # of which validation differentiates the output
+OUTPUT_SEQUENCES = 4  # sequences on which validation differentiates the output
 LIBRARIES = psutil.Process().memory_info().rss  # at import
 
 
 def training_memory(architecture: str, model: ModelConfig, train: TrainConfig, **options: Any) -> pd.DataFrame:
-    """Bytes of a training at its peak, on one process: columns `part`, `bytes`, what each is; the last row is the total.
+    """Return the peak memory of a training in one process, without the corpus: one row per part, then the total.
 
-    The corpus is not in it. Raises what training would raise for names, options and shapes.
+    Raises the errors of `train` for wrong names, options and shapes.
     """
     with FakeTensorMode():
         built = compose(architecture, model, **options).train()
@@ -38,14 +38,14 @@ def training_memory(architecture: str, model: ModelConfig, train: TrainConfig, *
     parts = [
         ("weights", weights, f"{sum(p.numel() for p in built.parameters()):,} parameters of 4 bytes"),
         ("optimiser", 2 * weights, "two moments of AdamW"),
-        ("gradients", weights, "of the step before, kept during the forward pass"),
+        ("gradients", weights, "of the previous step, during the forward pass"),
         ("activations", passing - weights, f"at the worst moment of {train.batch} x {train.T} tokens"),
     ]
     return memory_table(parts, LIBRARIES)
 
 
 def _step(model: Transformer, train: TrainConfig, live: LiveBytes) -> int:
-    """Most bytes beside weights and moments in a step; the gradients of the step before live until its backward pass."""
+    """Return the peak bytes of a step besides weights and moments; old gradients live until the backward pass."""
     weights = live.now
     ids = torch.zeros(train.batch, train.T, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=train.bf16):
@@ -59,7 +59,7 @@ def _step(model: Transformer, train: TrainConfig, live: LiveBytes) -> int:
 
 
 def _output_gradient(model: Transformer, train: TrainConfig, live: LiveBytes) -> int:
-    """The same of the output's gradient on a few sequences, which validation notes beside the gradients of the last step."""
+    """Return the peak bytes of validation, which differentiates the output beside the gradients of the last step."""
     live.peak = live.now
     ids = torch.zeros(min(OUTPUT_SEQUENCES, train.validation_sequences), train.T, dtype=torch.long)
     torch.autograd.grad(model(ids).max(-1).values.mean(), list(model.parameters()))

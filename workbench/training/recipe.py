@@ -18,7 +18,7 @@ from workbench.errors import UnknownName, WorkbenchError
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Rate of a step: linear from 1e-7 to the peak in `warmup` steps, then a cosine to `lr_final` of it."""
+    """Return the learning rate of a step: linear from 1e-7 to the peak in `warmup` steps, then a cosine to `lr_final` of it."""
     floor = config.lr * config.lr_final
     if step < config.warmup:
         return 1e-7 + (config.lr - 1e-7) * step / config.warmup
@@ -29,15 +29,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
-    """Step 0, the last, and between them a grid that is even in the logarithm from step 8 on."""
+    """Return step 0, the last step, and a grid between them that is even in the logarithm from step 8 on."""
     grid = {round(8 * 2 ** (i / per_doubling)) for i in range(64 * per_doubling) if 8 * 2 ** (i / per_doubling) < steps}
     return sorted({0, steps} | grid)
 
 
 def rate_factors(names: Iterable[str], config: TrainConfig) -> dict[str, float]:
-    """Factor on the learning rate of every parameter, 1 where no pattern of `lr_factors` fits.
+    """Return the factor on the learning rate of every parameter; 1 if no pattern of `lr_factors` matches.
 
-    Raises `UnknownName` for a pattern that fits no parameter, `WorkbenchError` where two fit one.
+    Raises `UnknownName` for a pattern without a match, `WorkbenchError` if two patterns match one parameter.
     """
     known = list(names)
     pattern_of: dict[str, str] = {}
@@ -52,10 +52,10 @@ def rate_factors(names: Iterable[str], config: TrainConfig) -> dict[str, float]:
 
 
 def optimiser(model: Any, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on what `model.decays`: matrices and the embedding, coefficients only where an option says so.
+    """Return AdamW with decay on the parameters that `model.decays`: matrices, the embedding, and coefficients by option.
 
-    A group for each pair of decay and factor on the learning rate; the factor stands in the group, and AdamW's decay, which
-    is multiplied with the rate, grows with it.
+    Every pair of decay and factor on the learning rate is one group. The group stores the factor, and AdamW's decay, which
+    is multiplied with the learning rate, grows with it.
     """
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups: dict[tuple[bool, float], list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Recording any training loop: three lines, the same records, the same Training page.
+"""Recorder for any training loop: three lines of code, the same records and the same Training page.
 
 recorder = workbench.Recorder(model, every=100, folder="runs/mine")   # any module
 ...

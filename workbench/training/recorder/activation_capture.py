@@ -1,4 +1,4 @@
-"""Hooks for the length of one logging step: activations are reduced where they pass, on their device, without a sync."""
+"""Hooks of one logging step: they reduce activations on their device, without a synchronisation."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, f
 
 PADDING_SHARE = "padding_share"
 GRADIENT_NORM, GRADIENT_SINK, BY_POSITION = "activation_gradient_norm", "gradient_sink", "gradient_by_position"
-OUTSIDE = ("stream", "own_v", ATTENTION_INPUT)  # activations that no attention call shows
-GATHERED = 32  # positions among which a gradient sink is sought, as in `measure`
+OUTSIDE = ("stream", "own_v", ATTENTION_INPUT)  # activations outside of attention calls
+GATHERED = 32  # positions among which a gradient sink is measured, as in `measure`
 
 
 class _Hook:
-    """A hook of one place in the plan, which edits no tensor. Copies and pickles of the hooked module get a hook that does nothing."""
+    """A hook for one entry of the plan, which edits no tensor. Copies and pickles of the module get an empty hook."""
 
     only_reads = True  # see `hook_points.reading`
 
@@ -38,18 +38,21 @@ class _Hook:
         return self.function(self.index, *inputs)
 
     def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # takes anything, returns None, and needs no workbench to be loaded
+        return getattr, (
+            nullcontext(),
+            "__exit__",
+        )  # accepts all arguments, returns None, and can be loaded without workbench
 
 
 class ActivationCapture:
-    """Means over the sequences of all forward passes between `start` and `stop`, sums of squared gradients, and of gradients.
+    """Means of metrics over all sequences between `start` and `stop`, and sums of gradients and of their squares.
 
-    Nothing raises in the loop's forward and backward passes: a quantity that cannot be computed is `stopped`.
+    The hooks never raise in the loop's forward and backward passes: a quantity that fails is `stopped`.
 
     Args:
         model: The module that the capture points belong to.
         stopped: Quantities that are no longer recorded, shared with the recorder.
-        quantities: All quantities that are recorded.
+        quantities: All recorded quantities.
     """
 
     def __init__(self, model: Any, stopped: Stopped, quantities: Sequence[str] = ()) -> None:
@@ -66,7 +69,7 @@ class ActivationCapture:
         self.aim((), (), ())
 
     def aim(self, points: Sequence[CapturePoint], metrics: Sequence[Metric], gradients: Sequence[str]) -> None:
-        """Set the capture points, the metrics taken there and the aliases of the activations whose gradients are summed."""
+        """Set the capture points, their metrics, and the aliases of activations with summed gradients."""
         self.plan: list[tuple[CapturePoint, list[Metric], bool]] = []
         for point in points:
             its_metrics = [m for m in metrics if point.alias in aliases_of(m)]
@@ -78,17 +81,17 @@ class ActivationCapture:
         self.reset()
 
     def reset(self) -> None:
-        """Drop what was captured."""
+        """Drop all captured numbers."""
         self.sums: dict[tuple[int, str], tuple[Tensor, int]] = {}  # (place in the plan, metric) -> sum, sequences
         self.squares: dict[int, Tensor] = {}
         self.gathered: dict[int, Tensor] = {}  # place in the plan -> gradients summed over sequences [pos, width]
-        self.forward: set[int] = set()  # places in the plan that a forward pass outside `backward` has passed
+        self.forward: set[int] = set()  # places in the plan reached by a forward pass outside `backward`
         self.lengths: set[int] = set()
         self.short: dict[str, str] = {}  # metric -> why it could not be taken
         self.padded = self.positions = 0  # of all forward passes
 
     def start(self) -> None:
-        """Capture from now on."""
+        """Install all hooks."""
         self.reset()
         if not self.plan:
             return
@@ -112,7 +115,7 @@ class ActivationCapture:
         COMPILED_CODE.end(self)
 
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
-        """Note which positions of a forward pass are padding, from the masks among its arguments."""
+        """Read from the mask arguments of a forward pass which positions are padding."""
         self.segments = None
         ids = ids_among(args, kwargs)
         if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -129,7 +132,7 @@ class ActivationCapture:
             self.padded += int((segments.ids == 0).sum())
 
     def _attention_failed(self, error: Exception) -> None:
-        """Stop what is read inside attention, which a module does not always show, as under dropout."""
+        """Stop quantities inside attention, which a module may not show, for example under dropout."""
         inside = {m.name for point, metrics, _ in self.plan if point.alias not in OUTSIDE for m in metrics}
         self.stopped.reasons |= {name: first_line(error) for name in inside - self.stopped.reasons.keys()}
 
@@ -165,7 +168,7 @@ class ActivationCapture:
         self.sums[index, metric.name] = total + value.sum(0), n + len(value)
 
     def _by_document(self, metric: Metric, alias: str, tensor: Tensor) -> Tensor:
-        """Values [batch, ...] of rows without their padding; documents packed into a row count by their length."""
+        """Return values [batch, ...] of rows without padding; packed documents are weighted by length."""
         assert self.segments is not None
         if alias in ACTIVATIONS and ACTIVATIONS[alias].axes.split().index("pos") != 1:
             raise WorkbenchError("batches hold padding or packed documents, which statistics of attention would count")
@@ -184,7 +187,7 @@ class ActivationCapture:
         return torch.cat(rows)
 
     def _follow(self, index: int, point: CapturePoint, tensor: Tensor) -> Tensor | None:
-        """Sum the gradient of an activation in the backward pass; returns the branch that the module is to go on with, if any."""
+        """Sum an activation's gradient in the backward pass; returns the branch that replaces the activation, if any."""
         branch, names = tensor.view_as(tensor) if point.is_branch else None, self._quantities(point)
 
         def add(gradient: Tensor) -> None:
@@ -208,7 +211,7 @@ class ActivationCapture:
         self.seconds += time.perf_counter() - began
 
     def missing(self) -> dict[str, str]:
-        """Why each quantity that was to be captured was not."""
+        """Return why each quantity that should have been captured is missing."""
         seen = (*self.squares, *self.gathered)
         captured = {name for _, name in self.sums} | {q for i in seen for q in self._quantities(self.plan[i][0])}
         no_call = "no hook was called: is the step compiled as a whole, or exported?"
@@ -216,12 +219,12 @@ class ActivationCapture:
         return {name: self.short.get(name, why) for name in sorted(self.names - captured - self.stopped.reasons.keys())}
 
     def results(self, scale: Tensor | None) -> Iterator[tuple[dict[str, Any], Tensor | float]]:
-        """(axes, value or one value per head) of everything captured; `scale`: by which the loss was multiplied."""
+        """Yield (axes, value or one value per head) of all captured quantities; `scale` is the loss scale."""
         shared = {"data": "train", "T": next(iter(self.lengths)) if len(self.lengths) == 1 else None}
         if self.padded:
             yield {"metric": PADDING_SHARE, "unit": UNITS[PADDING_SHARE], "data": "train"}, self.padded / self.positions
         for (index, name), (total, n) in self.sums.items():
-            if name in self.stopped.reasons:  # some of its sums lack what could not be computed
+            if name in self.stopped.reasons:  # some of its sums are incomplete
                 continue
             metric, axes = METRICS[name], dict(self.plan[index][0].axes)
             site = {} if metric.sites else {"site": None}
@@ -239,11 +242,11 @@ class ActivationCapture:
                     yield named | dict(self.plan[index][0].axes) | shared, values[name]
 
     def _quantities(self, point: CapturePoint) -> list[str]:
-        """What is recorded of a point's gradient."""
+        """Return the quantities of a point's gradient."""
         return self.gathers if point.alias == ATTENTION_INPUT else [GRADIENT_NORM]
 
 
 def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
-    """Values [batch, ...] of a metric, averaged over positions where it has one for each."""
+    """Return values [batch, ...] of a metric, averaged over its position axis if it has one."""
     value: Tensor = metric.function(tensor)
     return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value

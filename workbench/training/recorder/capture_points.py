@@ -1,8 +1,8 @@
-"""Where a module's streams, values and attention statistics can be read while it trains, and what its matrices are called.
+"""Capture points: modules at which streams, values and attention statistics are read in training, and names of matrices.
 
-Our models, and modules under `workbench.observe`: hook points by name. Other modules: a list of like blocks gives
-the streams (what each block reads, and the output of the last); a value projection inside a block gives its own values, which
-need not be what its attention reads.
+Our models and modules under `workbench.observe` have named hook points. In other modules, a list of similar blocks gives
+the streams: each block's input, and the output of the last block. A value projection inside a block gives its own values,
+which may differ from the values that its attention uses.
 """
 
 from __future__ import annotations
@@ -28,44 +28,41 @@ FOREIGN_PARTS = {
 """Matrices of GPT-2's and Llama's layouts that our own models name otherwise."""
 
 
+LISTS = (nn.ModuleList, nn.Sequential)
 ATTENTION_INPUT = "attention input"
-"""Alias of what a layer's attention reads, behind its norm: no hook point shows it, the module that reads it does."""
+"""Alias of the attention's normalised input, which has no hook point and is read at the module that uses it."""
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _last_third(tensor: Tensor) -> Tensor:
-    return tensor.chunk(3, -1)[2]
-
-
 @dataclass(frozen=True)
 class CapturePoint:
-    """Where one activation is read: `part` of the tensor that `find` finds in a module's inputs (`before`) or output."""
+    """A place to read one activation: `part` of the tensor that `find` returns for a module's inputs (`before`) or output."""
 
     alias: str
-    axes: Mapping[str, Any]  # site and layer, as records name them
+    axes: Mapping[str, Any]  # site and layer of records
     module: nn.Module
     find: Callable[[Any], Tensor | None]
     part: Callable[[Tensor], Tensor] = _whole
     before: bool = False
     is_branch: bool = False  # a hook point: its gradient is that of its output alone
-    read_only: bool = False  # a copy beside the model: it carries no gradient
+    read_only: bool = False  # a copy without a gradient
 
 
 def has_named_hooks(model: nn.Module) -> bool:
-    """Whether a module's hook points bear our names: a model of workbench, or a foreign one under `workbench.observe`."""
+    """Return whether a module has our hook points: our model, or a foreign one under `workbench.observe`."""
     return isinstance(model, NamedHookPoints)
 
 
 def is_observed(model: nn.Module) -> bool:
-    """Whether it is a foreign module under our names."""
+    """Return whether it is a foreign module under `workbench.observe`."""
     return isinstance(model, NamedHookPoints) and model.foreign is not None
 
 
 def capture_points(model: nn.Module, aliases: Iterable[str]) -> list[CapturePoint]:
-    """Every place where one of the named activations can be read; empty for those that this module does not show."""
+    """Return every place at which the activations can be read; empty for activations that the module does not show."""
     find = _named_points if has_named_hooks(model) else _foreign_points
     wanted = dict.fromkeys(aliases)
     inputs = list(_attention_inputs(model)) if wanted.pop(ATTENTION_INPUT, "absent") is None else []
@@ -90,15 +87,15 @@ def _named_points(model: Any, alias: str) -> Iterator[CapturePoint]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder's blocks: the outermost list of like modules with parts, nearest to the table of tokens, else the longest.
+    """Return the decoder's blocks: the outermost list of similar modules that is nearest to the token embedding, else the longest.
 
-    So neither the experts inside blocks are taken for them nor a vision tower beside them. Modules are alike that are of one
-    class, or of several whose parts share a name (hybrids).
+    This excludes experts inside blocks and a separate vision tower. Modules are similar if they have one class, or if their
+    children share a name (hybrids).
     """
     tables = {n: m.num_embeddings for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     table = max(tables, key=lambda name: tables[name], default="")
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and _alike(m)}
-    inside = {n: m for n, m in lists.items() if not _holds(n, table)}  # else it holds the decoder
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, LISTS) and _alike(m)}
+    inside = {n: m for n, m in lists.items() if not _holds(n, table)}  # else it contains the decoder
     outermost = {n: m for n, m in inside.items() if not any(_holds(other, n) for other in inside)}
 
     def nearness(name: str) -> tuple[int, int]:
@@ -110,20 +107,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _holds(outer: str, inner: str) -> bool:
-    """Whether the module of one name holds that of another."""
+    """Return whether one named module contains another."""
     return inner.startswith(f"{outer}.") or (outer == "" != inner)
 
 
 def _alike(parts: nn.ModuleList | nn.Sequential) -> bool:
-    """Whether a list holds modules with parts, all of one class or with a part of the same name."""
-    names = [{name for name, child in part.named_children() if not _is_list(child)} for part in parts]
+    """Return whether all modules of a list have children, and one class or a child of the same name."""
+    names = [{name for name, child in part.named_children() if not isinstance(child, LISTS)} for part in parts]
     one_class = len({type(part) for part in parts}) == 1 and all(any(part.children()) for part in parts)
     shared = isinstance(parts, nn.ModuleList) and bool(names and set.intersection(*names))
     return one_class or shared
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
@@ -140,7 +133,7 @@ def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
 
 
 def _attention_inputs(model: Any) -> Iterator[CapturePoint]:
-    """What our attentions read; of other blocks what their value projection does."""
+    """Yield the inputs of our attention modules, and the inputs of other blocks' value projections."""
     ours = has_named_hooks(model) and not is_observed(model)
     for layer, block in enumerate(model.blocks if ours else blocks_of(model.foreign if is_observed(model) else model)):
         projection = None if ours else _value_projection(block)
@@ -156,12 +149,12 @@ def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], T
         if last == "c_attn" and getattr(module, "weight", None) is not None:
             rows, columns = sorted(module.weight.shape)
             if columns == 3 * rows:  # GPT-2's queries, keys and values in one
-                return module, _last_third
+                return module, lambda tensor: tensor.chunk(3, -1)[2]
     return None
 
 
 def _first_states(tensors: Any) -> Tensor | None:
-    """The first [batch, pos, width] among inputs (args, kwargs) or outputs."""
+    """Return the first tensor [batch, pos, width] among inputs (args, kwargs) or outputs."""
     if isinstance(tensors, Tensor):
         return tensors if tensors.ndim == 3 and tensors.is_floating_point() else None
     parts = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, tuple | list) else ()
@@ -172,9 +165,9 @@ Places = dict[str, tuple[str, int | None]]
 
 
 def matrix_places(model: nn.Module, known: Places | None = None) -> Places:
-    """Return (part, layer) of each trained matrix by parameter name, no two alike; parts of foreign modules begin with `W_`.
+    """Return a unique (part, layer) of each trained matrix by parameter name; parts of foreign modules start with `W_`.
 
-    Matrices in `known` keep their place, and those that have come since are added.
+    Matrices in `known` stay as they were, and new ones are added.
     """
     known = known or {}
     names = [name for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad and name not in known]

@@ -2,8 +2,8 @@
 
 Trainer(callbacks=[workbench.LightningCallback("runs/mine", every=100)])
 
-Lightning calls `on_before_optimizer_step` after the last backward pass of a step and before it clips, inside the optimiser's
-closure; under AMP gradients are unscaled by then.
+Lightning calls `on_before_optimizer_step` after the last backward pass of a step and before clipping, inside the optimiser's
+closure. Under AMP, gradients are already unscaled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workbench.training.recorder.recorder import Recorder
 
 
 def _callback() -> Any:
-    """Lightning's base class, under either of its names."""
+    """Return Lightning's base class under either package name."""
     for name in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
         try:
             return importlib.import_module(name).Callback
@@ -28,9 +28,9 @@ def _callback() -> Any:
 
 
 class LightningCallback(_callback()):  # type: ignore[misc]
-    """A `Recorder` over the LightningModule (or its part `module`), from the step the Trainer begins at.
+    """Callback with a `Recorder` of the LightningModule, or of its part `module`, from the Trainer's first step on.
 
-    The loss is what `training_step` returns; `every` counts optimiser steps.
+    The loss is the return value of `training_step`; `every` counts optimiser steps.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LightningCallback(_callback()):  # type: ignore[misc]
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start a recording, or go on with it."""
+        """Start or continue a recording."""
         model = pl_module.get_submodule(self.module) if self.module else pl_module
         settings: dict[str, Any] = {"start": trainer.global_step or None} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
@@ -52,7 +52,7 @@ class LightningCallback(_callback()):  # type: ignore[misc]
             self.recorder.step(learning_rate=optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Write down the loss of a step that was recorded."""
+        """Add the loss of a recorded step."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         recorder = self.recorder
         if recorder and recorder.open and recorder.open.step == recorder.count - 1:
@@ -63,7 +63,7 @@ class LightningCallback(_callback()):  # type: ignore[misc]
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Keep what was recorded until then."""
+        """Write everything recorded so far."""
         self._close()
 
     def _close(self) -> None:

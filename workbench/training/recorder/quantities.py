@@ -1,4 +1,4 @@
-"""What a recorder can write down, by name, and what it writes by default."""
+"""Names and units of the quantities that a recorder can write, and its defaults."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OWN = {
     "gradient_by_position": "norm of the gradient at what attention reads at each of the first 32 positions, summed over the batch",
     "gradient_sink": "gradient at what attention reads at the first position over that of the 31 behind it, summed over the batch",
 }
-"""Quantities that are no measure of an activation alone."""
+"""Quantities that are not metrics of one activation."""
 
 DEFAULT = (
     "gradient_norm", "update_ratio", "coefficient", "activation_gradient_norm", "hidden_norm", "value_norm",
     "importance_entropy", "row_entropy", "sink_mass",
 )  # fmt: skip
-"""Costs less than one step in a hundred; `docs/recorder.md` has the numbers."""
+"""These cost less than 1 % of the training time; `docs/recorder.md` has the numbers."""
 
 UNITS = {
     "train_loss": "nats", "gradient_norm": "loss per weight", "activation_gradient_norm": "loss per activation",
@@ -38,13 +38,13 @@ class NotRecorded(UserWarning):
 
 
 class Stopped:
-    """Quantities that are no longer recorded, with the reason: a failure of ours must not end the training it watches."""
+    """Quantities that are no longer recorded, with reasons: a failed quantity must not end the training."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
 
     def attempt(self, names: Iterable[str], take: Callable[..., Any], *inputs: Any) -> Any:
-        """Return `take(*inputs)`; where it raises, stop the quantities that need it and return None, as for stopped ones."""
+        """Return `take(*inputs)`, or None after an error, which stops the named quantities, and None if all are stopped."""
         active = [name for name in names if name not in self.reasons]
         if not active:
             return None
@@ -56,29 +56,29 @@ class Stopped:
 
 
 def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message; of our own errors the message alone."""
+    """Return an error's type and the first line of its message; our own errors have no type."""
     line = next(iter(str(error).strip().splitlines()), "")
     return line if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {line}"
 
 
 def readable(metric: Metric) -> bool:
-    """Whether a measure can be taken from one activation as it passes."""
+    """Return whether a metric reads one activation, so that a hook can compute it."""
     one = len(metric.arguments) == 1 and (metric.arguments[0] == "vectors" or metric.arguments[0] in ACTIVATIONS)
     return metric.form == "per_sequence" and one
 
 
 def aliases_of(metric: Metric) -> tuple[str, ...]:
-    """The activations it is taken at, each by itself."""
+    """Return the activations at which a metric is computed."""
     return metric.sites or metric.arguments
 
 
 def quantities() -> dict[str, str]:
-    """Every quantity and its meaning in a line: the recorder's own, and each measure of one activation."""
+    """Return every quantity and its meaning: the recorder's own, and each metric of one activation."""
     return OWN | {name: m.summary for name, m in METRICS.items() if readable(m) and name not in OWN}
 
 
-def chosen(names: Iterable[str]) -> tuple[str, ...]:
-    """The names without repetition; raises `UnknownName` with the nearest for any other."""
+def known_quantities(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names without repetition; raises `UnknownName` with the nearest names."""
     wanted = tuple(dict.fromkeys([names] if isinstance(names, str) else names))
     if not wanted:
         raise WorkbenchError(f"no quantities: choose from {', '.join(quantities())}")

@@ -1,8 +1,8 @@
-"""`Recorder`: chosen quantities of a module, every so many optimiser steps, from any training loop.
+"""`Recorder`: selected quantities of a module at every n-th optimiser step of any training loop.
 
-Between logging steps `step` counts and does nothing else: no hook stands. A logging step reduces activations inside hooks,
-gradients in one launch, and copies the matrices; the next call compares them, so any optimiser, scaler or accumulation may
-stand in between. Everything stays on its device until then and is fetched at once.
+Between logging steps, `step` only counts, and no hook is installed. A logging step reduces activations inside hooks,
+reduces gradients in one kernel launch, and copies the matrices. The next call compares the copies, so it works with any
+optimiser, scaler or accumulation. All numbers stay on their devices until one transfer at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workbench.errors import WorkbenchError, warn_caller
 from workbench.metrics import METRICS
 from workbench.observing.interception.weights import is_sharded
 from workbench.runs.run import FORMAT, runs_folder, written_now
-from workbench.runs.trackers import Sink, checked, opened
+from workbench.runs.trackers import Tracker, installed_trackers, open_trackers
 from workbench.training.recorder.activation_capture import BY_POSITION, GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
 from workbench.training.recorder.capture_points import (
     ATTENTION_INPUT,
@@ -33,32 +33,44 @@ from workbench.training.recorder.capture_points import (
     has_named_hooks,
     matrix_places,
 )
-from workbench.training.recorder.quantities import DEFAULT, UNITS, NotRecorded, Stopped, aliases_of, chosen, first_line
+from workbench.training.recorder.quantities import (
+    DEFAULT,
+    UNITS,
+    NotRecorded,
+    Stopped,
+    aliases_of,
+    first_line,
+    known_quantities,
+)
 from workbench.training.recorder.recording_folder import RecordingFolder
 from workbench.training.recorder.step_record import StepRecord, frobenius_norms, noted_row, one_number
 
 WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
-"""Activations whose gradients are recorded."""
+"""Activations with recorded gradients."""
 _OPEN: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
 
 class Recorder:
-    """Records a module's training into a run folder. `step` after `backward`, `close` after the last optimiser step.
+    """Recorder of a module's training. Call `step` after `backward`, and `close` after the last optimiser step.
 
     Args:
-        model: any module; wrapped in DistributedDataParallel, compiled or sharded by `fully_shard` is fine. A foreign module
-            under `workbench.observe` shows its attention too; the loop goes on calling the module itself.
-        every: optimiser steps between logging steps.
-        folder: the run folder; default a new one, named by the model and the time, under `runs` or `$WORKBENCH_RUNS`.
-        quantities: names from `quantities()`.
-        start: optimiser step the loop begins at; needed where the folder holds a recording already. What it holds from
-            there on is dropped.
-        seed: tells runs of one model apart.
-        to: `wandb`, `tensorboard`, `mlflow` or several: where the numbers go beside the folder.
+        model: Any module, also wrapped in DistributedDataParallel, compiled, or sharded by `fully_shard`. A foreign module
+            under `workbench.observe` also shows its attention; the loop still calls the module itself.
+        every: Optimiser steps between logging steps.
+        folder: Run folder; default a new one, named by model and time, under `runs` or `$WORKBENCH_RUNS`.
+        quantities: Names from `quantities()`.
+        start: First optimiser step of the loop, required if the folder already holds a recording. Recorded steps from
+            `start` on are removed.
+        seed: Seed to distinguish runs of one model.
+        to: Trackers that receive the numbers too: `wandb`, `tensorboard`, `mlflow`.
 
-    Raises `UnknownName` for a quantity or a sink, `WorkbenchError` for one that this module does not show, for a folder
-    in use or of another model. Only the first process of several writes; its activations are those of its share of the
-    batch. Where parameters are sharded, every process calls `step` and `close`, and norms are those of whole matrices.
+    Raises:
+        UnknownName: There is no such quantity or tracker.
+        WorkbenchError: The module does not show a quantity, or the folder is in use or belongs to another model.
+
+    Note:
+        Only the first of several processes writes, with the activations of its share of the batch. If parameters are
+        sharded, every process must call `step` and `close`, and norms are computed on complete matrices.
     """
 
     def __init__(
@@ -66,15 +78,15 @@ class Recorder:
         quantities: Iterable[str] = DEFAULT, start: int | None = None, seed: int = 0,
         to: str | Iterable[str] = (),
     ) -> None:  # fmt: skip
-        self.quantities, sinks = chosen(quantities), checked(to)
+        self.quantities, names = known_quantities(quantities), installed_trackers(to)
         if every < 1 or (start or 0) < 0:
             raise WorkbenchError(f"every={every}, start={start}: at least 1, and at least 0")
         self.model, self.every, self.count = _unwrapped(model), every, start or 0
         self.places: Places = {}
-        self.untrained: set[str] = set()  # matrices that were recorded and no longer are
+        self.untrained: set[str] = set()  # matrices that are no longer recorded
         self.active = _is_first_process()
         spread = any(is_sharded(p) for p in self.model.parameters())
-        self.helps = not self.active and spread  # with norms of whole matrices
+        self.helps = not self.active and spread  # takes part in norms of complete matrices
         self.ended = ""  # why nothing is recorded any more
         self.stopped = Stopped()
         self.capture = ActivationCapture(self.model, self.stopped, self.quantities)
@@ -87,31 +99,32 @@ class Recorder:
                 raise WorkbenchError(f"{name} cannot be recorded: {reason}")
         self.seconds, self.since = 0.0, (self.count, time.perf_counter())
         self.open: StepRecord | None = None
-        self.sinks: list[Sink] = []
-        self.variant: str | None = None  # of the gradient norms, where a trainer clips first
+        self.trackers: list[Tracker] = []
+        self.variant: str | None = None  # of gradient norms, if a trainer clips first
         if self.active:
-            path = _path(folder, self.model)
-            if path in _OPEN:  # the same cell of a notebook, run again
+            stamp = f"{type(self.model).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+            path = runs_folder() / stamp if folder is None else runs_folder(folder)
+            if path in _OPEN:  # a notebook cell that runs again
                 _OPEN[path].close()
             self.folder = RecordingFolder(path, self._info(seed), start=start, every=every)
             _OPEN[path] = self
-            weakref.finalize(self, _stop, self.capture, self.folder, self.sinks)  # also where `close` is never called
-            self.sinks += opened(sinks, path, self.folder.info, start)
+            weakref.finalize(self, _stop, self.capture, self.folder, self.trackers)  # in case `close` is never called
+            self.trackers += open_trackers(names, path, self.folder.info, start)
             if self.unavailable:
                 warn_caller(_warning(self.unavailable), NotRecorded)
             if self.count % every == 0:
                 self.capture.start()
 
     def step(self, loss: Any = None, *, scaler: Any = None, learning_rate: float | None = None) -> None:
-        """Count an optimiser step, and record it where it is one of `every`.
+        """Count an optimiser step, and record every n-th one.
 
         Call it once per optimiser step, after the last `backward` and before clipping and `optimizer.step()`. It never raises: a
-        quantity that cannot be recorded any more stops with one `NotRecorded` warning, and the training goes on.
+        quantity that fails stops with one `NotRecorded` warning, and the training continues.
 
         Args:
-            loss: number or tensor of one element to write down.
-            scaler: the `GradScaler`, where the loss is scaled; before or after its `unscale_`.
-            learning_rate: to write down.
+            loss: Loss of the step, a number or a tensor of one element.
+            scaler: The `GradScaler` of a scaled loss, before or after its `unscale_`.
+            learning_rate: Learning rate of the step.
         """
         try:
             due, next_due = self.count % self.every == 0, (self.count + 1) % self.every == 0
@@ -129,13 +142,13 @@ class Recorder:
             self.count += 1
 
     def note(self, metric: str, value: float, *, step: int | None = None, **axes: Any) -> None:
-        """Write down a number of your own; what cannot be written is left out with one `NotRecorded` warning.
+        """Record a number of the loop; a number that cannot be written is left out with one `NotRecorded` warning.
 
         Args:
             metric: Name of the number.
             value: The number, or a tensor of one element.
             step: Optimiser step; default the current one.
-            axes: Columns of a record, as `layer`, `head`, `part`, `site`, `variant`, `data` or `unit`.
+            **axes: Columns of a record, such as `layer`, `head`, `part`, `site`, `variant`, `data` or `unit`.
         """
         if self.active or self.ended:
             try:
@@ -147,28 +160,28 @@ class Recorder:
                 self._warn()
 
     def close(self) -> None:
-        """Finish the last record and write everything; call it after the last optimiser step."""
+        """Complete the last record and write everything; call it after the last optimiser step."""
         if not self.ended:
             self._finish()
             self._warn()
             self._end(f"the recorder{f' of {self.folder.path}' if self.active else ''} is closed")
 
     def _end(self, reason: str, *, forked: bool = False) -> None:
-        """Record nothing from now on; a forked process leaves its parent's folder, lock and trackers alone."""
+        """Stop recording; a forked process leaves its parent's folder, lock and trackers alone."""
         active, self.ended, self.open = self.active, reason, None
         self.active = self.helps = False
         if active and forked:
             self.folder.closed = True
-            self.sinks.clear()
+            self.trackers.clear()
         if active:
-            _stop(self.capture, self.folder, self.sinks)
+            _stop(self.capture, self.folder, self.trackers)
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self.open:
-            self.open.weights.clear()  # whether the update took place is unknown
+            self.open.weights.clear()  # the update may be missing
         self.close()
 
     @torch.no_grad()
@@ -195,17 +208,17 @@ class Recorder:
         attempt("update_ratio", self._copy, record, matrices)
 
     def _attempt(self, quantity: str, take: Callable[..., None], *inputs: Any) -> None:
-        """Take one quantity if it is wanted, see `Stopped.attempt`."""
+        """Compute one quantity if it was asked for, see `Stopped.attempt`."""
         if quantity in self.quantities:
             self.stopped.attempt([quantity], take, *inputs)
 
     def add_to_record(self, metric: str, value: Any) -> None:
-        """Add a number of the loop to the current step's record, if there is one and the number is not None."""
+        """Add a number of the loop to the current step's record, if both exist."""
         if (record := self.open) and value is not None:
             self.stopped.attempt([metric], lambda: record.add({"metric": metric}, one_number(value)))
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name; takes up new matrices, and warns once of each that is no longer trained."""
+        """Return the trained parameters by name; adds new matrices, and warns once about matrices no longer trained."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.places = matrix_places(self.model, self.places)
         if gone := sorted(self.places.keys() - trained.keys() - self.untrained):
@@ -224,7 +237,7 @@ class Recorder:
             record.add({"metric": "weight_norm", **self._place(name)}, norm)
 
     def _copy(self, record: StepRecord, matrices: Mapping[str, Tensor]) -> None:
-        """Keep the matrices before the update, with their norms."""
+        """Copy the matrices before the update, with their norms."""
         before = {n: matrices[n].detach() for n in self.places if n in matrices}
         norms = frobenius_norms(before.values())
         record.weights = {n: (w.clone(), norm) for (n, w), norm in zip(before.items(), norms, strict=True)}
@@ -251,7 +264,7 @@ class Recorder:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Complete the last record now that its update has taken place; the one sync."""
+        """Complete the last record after its update, with the only synchronisation."""
         record, self.open = self.open, None
         if record is None:
             return
@@ -272,7 +285,7 @@ class Recorder:
         self._write(record.step, rows)
 
     def _updates(self, record: StepRecord) -> None:
-        """Add each matrix's change over its norm; without matrices that were removed or resized since."""
+        """Add each matrix's change over its norm, except for matrices that were removed or resized."""
         now: dict[str, Tensor] = dict(self.model.named_parameters())
         alike = {n: w for n, (w, _) in record.weights.items() if n in now and now[n].shape == w.shape}
         for name in record.weights.keys() & now.keys() - alike.keys():
@@ -288,17 +301,17 @@ class Recorder:
         if not self.active:
             return
         self.folder.add(step, rows)
-        for sink in list(self.sinks):
-            self.stopped.attempt([name := f"numbers in {type(sink).__name__}"], sink.add, step, rows)
+        for tracker in list(self.trackers):
+            self.stopped.attempt([name := f"numbers in {type(tracker).__name__}"], tracker.add, step, rows)
             if name in self.stopped.reasons:
-                self.sinks.remove(sink)
+                self.trackers.remove(tracker)
 
     def _place(self, name: str) -> dict[str, Any]:
         part, layer = self.places[name]
         return {"part": part, "layer": layer}
 
     def _aim(self) -> dict[str, str]:
-        """Choose where activations are read, again whenever modules were added or replaced; returns what they do not show."""
+        """Set the capture points again if modules were added or replaced; returns unavailable quantities and reasons."""
         layout = [id(module) for module in self.model.modules()]
         if layout == self.layout:
             return {}
@@ -319,7 +332,7 @@ class Recorder:
         return unavailable
 
     def _warn(self, reasons: Mapping[str, str] | None = None) -> None:
-        """Warn once of each thing that is not recorded, of quantities that were stopped and of an ended recorder."""
+        """Warn once about everything that is not recorded, stopped quantities and an ended recorder included."""
         every = self.stopped.reasons | dict(reasons or {}) | ({"steps": self.ended} if self.ended else {})
         fresh = {name: reason for name, reason in every.items() if name not in self.unavailable}
         if fresh and not self.helps:
@@ -329,7 +342,7 @@ class Recorder:
             warn_caller(_warning(fresh), NotRecorded)
 
     def _info(self, seed: int) -> dict[str, Any]:
-        """What `run.json` says of a recording: no recipe and no checkpoints, but the shape and what is recorded."""
+        """Return the contents of a recording's `run.json`: no recipe and no checkpoints, but the shape and quantities."""
         named: Any = self.model if has_named_hooks(self.model) else None
         size = sum(p.numel() for p in self.model.parameters())
         shape = {"class": type(self.model).__name__, "n_layers": len(blocks_of(self.model)), "parameters": size}
@@ -343,7 +356,7 @@ class Recorder:
 
 
 def _scales(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Factors by which the gradients of activations and of parameters are scaled; `scaler.unscale_` has divided the latter."""
+    """Return the scales of the gradients of activations and of parameters; `scaler.unscale_` removes the second."""
     scale = scaler._get_scale_async() if scaler is not None and scaler.is_enabled() else None
     if scale is None:
         return None, None
@@ -352,7 +365,7 @@ def _scales(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's and DistributedDataParallel's wrappers; raises for FSDP1's flat parameters."""
+    """Return the module inside torch.compile and DistributedDataParallel; raises for FSDP1's flat parameters."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
@@ -362,7 +375,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise WorkbenchError(
-            "FullyShardedDataParallel keeps no matrix by itself; shard the model with fully_shard (FSDP2)"
+            "FullyShardedDataParallel stores no separate matrices; shard the model with fully_shard (FSDP2)"
         )
     return model
 
@@ -371,15 +384,15 @@ def _warning(missing: dict[str, str]) -> str:
     return "not recorded: " + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
 
 
-def _stop(capture: ActivationCapture, folder: RecordingFolder, sinks: list[Sink]) -> None:
+def _stop(capture: ActivationCapture, folder: RecordingFolder, trackers: list[Tracker]) -> None:
     capture.stop()
     folder.close()
-    while sinks:
-        sink = sinks.pop()
+    while trackers:
+        tracker = trackers.pop()
         try:
-            sink.close()
+            tracker.close()
         except Exception as error:  # of another library, or its server
-            warn_caller(_warning({f"the end of {type(sink).__name__}": first_line(error)}), NotRecorded)
+            warn_caller(_warning({f"the end of {type(tracker).__name__}": first_line(error)}), NotRecorded)
 
 
 def _end_in_fork() -> None:
@@ -392,7 +405,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_first_process() -> bool:
-    """Whether this process writes; warns where only environment variables say that it does not."""
+    """Return whether this process writes; warns if only environment variables exclude it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     if rank():
@@ -402,9 +415,3 @@ def _is_first_process() -> bool:
             NotRecorded,
         )
     return rank() == 0
-
-
-def _path(folder: str | Path | None, model: nn.Module) -> Path:
-    if folder is not None:
-        return runs_folder(folder)
-    return runs_folder() / f"{type(model).__name__.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"

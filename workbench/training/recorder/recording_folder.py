@@ -1,6 +1,6 @@
-"""The folder a recorder writes: `run.json` and growing telemetry parts, readable at any moment.
+"""Run folder of a recorder: `run.json` and growing telemetry files, readable at any time.
 
-Parts are replaced as a whole, and only as often as writing stays a hundredth of the time.
+Files are replaced atomically, at most as often as writing takes 1 % of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_PAUSE, MAX_SHARE = 1.0, 0.01  # seconds between writes, and the share of the
 
 
 class RecordingFolder:
-    """Rows on their way to `telemetry/<first>-<end>.parquet`, under the run's lock."""
+    """Buffer of rows for `telemetry/<first>-<end>.parquet`, under the run's lock."""
 
     def __init__(self, path: Path, info: dict[str, Any], *, start: int | None, every: int) -> None:
         self.path, self.info, self.every = path, info, every
@@ -44,7 +44,7 @@ class RecordingFolder:
         self.failure = ""  # of the last write
 
     def _continue(self, start: int | None) -> None:
-        """Keep what an earlier recording of the same model wrote before `start`."""
+        """Preserve the rows before `start` of an earlier recording of the same model."""
         if (self.path / RUN_FILE).exists():
             old = read_json(self.path / RUN_FILE)
             if "recorder" not in old:
@@ -52,7 +52,7 @@ class RecordingFolder:
             if differing := [k for k in ("architecture", "seed", "model") if old.get(k) != self.info[k]]:
                 raise WorkbenchError(f"{self.path} records another {', '.join(differing)}; choose another folder")
             self.info["created"] = old.get("created", self.info["created"])
-        for leftover in self.path.glob("*/.*.part"):  # of a writer that was killed
+        for leftover in self.path.glob("*/.*.part"):  # from a killed process
             leftover.unlink()
         parts = Run(self.path).telemetry_parts()
         if parts and start is None:
@@ -61,11 +61,11 @@ class RecordingFolder:
             raise WorkbenchError(f"{held}; say start= (0 begins anew, {last + 1} goes on), or choose another folder")
         for _, part in parts:
             frame = read_parquet([part]) if start else records([])
-            kept = frame[frame["step"] < (start or 0)]
-            if not len(kept):
+            earlier = frame[frame["step"] < (start or 0)]
+            if not len(earlier):
                 part.unlink()
-            elif len(kept) < len(frame):
-                write_parquet(kept, part)
+            elif len(earlier) < len(frame):
+                write_parquet(earlier, part)
 
     def describe(self, **facts: Any) -> None:
         """Change what `run.json` says about the recorder, with the next rows."""
@@ -73,7 +73,7 @@ class RecordingFolder:
         self.described = False
 
     def add(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep rows of a step; they are written at most once a second, and again later where they cannot be written."""
+        """Add rows of a step; they are written at most once a second, and again later if writing fails."""
         common = {"run": self.path.name, "architecture": self.info["architecture"], "seed": self.info["seed"]}
         due = time.perf_counter() - self.tried > max(MIN_PAUSE, self.cost / MAX_SHARE)
         if step >= self.end and (due or not self.failure) and self.flush():
@@ -83,7 +83,7 @@ class RecordingFolder:
             self.flush()
 
     def flush(self) -> bool:
-        """Write the current part; where it cannot be written, keep its rows, warn once and return False."""
+        """Write the current file; if that fails, warn once, hold the rows and return False."""
         if not self.rows and self.described:
             return True
         began = time.perf_counter()
@@ -108,7 +108,7 @@ class RecordingFolder:
         return not self.failure
 
     def close(self) -> None:
-        """Write the remaining rows, with a warning where they are lost, and release the folder's lock."""
+        """Write the remaining rows, warn if they are lost, and release the folder's lock."""
         if not self.closed:
             self.closed = True
             try:

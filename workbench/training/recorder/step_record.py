@@ -1,4 +1,4 @@
-"""The numbers of one logging step on their devices, and how they become rows with one transfer."""
+"""Numbers of one logging step, which stay on their devices until one transfer makes them rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.runs.records import COLUMNS, TEXT, WHOLE
 from workbench.training.recorder.quantities import UNITS
 
 NOTED = tuple(name for name in COLUMNS if name not in ("run", "architecture", "seed", "step", "metric", "value"))
-"""Axes that a number from the loop may have."""
+"""Axes of numbers from the loop."""
 _KINDS = {str: "text", int: "a whole number", float: "a number"}
 
 
 class StepRecord:
-    """Numbers of one logging step, still on their devices."""
+    """Numbers of one logging step on their devices."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -29,7 +29,7 @@ class StepRecord:
         self.pending: dict[torch.device, list[tuple[dict[str, Any], Tensor]]] = {}
 
     def add(self, axes: dict[str, Any], value: Any) -> None:
-        """A number, or a tensor: of one element, or of one for each head (or what `along` names)."""
+        """Add a number, or a tensor of one element or of one per head (or per entry of the axis `along`)."""
         row = {"step": self.step, "unit": UNITS.get(axes["metric"]), **axes}
         if isinstance(value, Tensor):
             self.pending.setdefault(value.device, []).append((row, value.detach()))
@@ -37,12 +37,12 @@ class StepRecord:
             self.host_rows.append(row | {"value": float(value)})
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every row; one transfer from each device."""
-        return self.host_rows + [row for pending in self.pending.values() for row in fetched(pending)]
+        """Return all rows, with one transfer from each device."""
+        return self.host_rows + [row for pending in self.pending.values() for row in _fetched(pending)]
 
 
-def fetched(pending: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[dict[str, Any]]:
-    """Rows of tensors on one device, fetched at once; one row per entry of a tensor with several, by head or what `along` names."""
+def _fetched(pending: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[dict[str, Any]]:
+    """Yield one row per entry of tensors on one device, by head or the axis `along`, after one transfer."""
     flat = iter(torch.cat([value.reshape(-1).float() for _, value in pending]).tolist())
     for row, value in pending:
         along, row = row.get("along", "head"), {k: v for k, v in row.items() if k != "along"}
@@ -53,9 +53,9 @@ def fetched(pending: Sequence[tuple[dict[str, Any], Tensor]]) -> Iterator[dict[s
 
 
 def frobenius_norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return Frobenius norms, float32 or better, in one launch for each type; of a sparse gradient, those of its entries.
+    """Return Frobenius norms in float32 or better, with one kernel launch per type.
 
-    Of tensors that are spread over processes (FSDP2, tensor parallel) those of the whole, in one exchange for each way of spreading.
+    Tensors sharded over processes (FSDP2, tensor parallel) get the norm of the complete tensor, with one reduction per layout.
     """
     given: list[Any] = list(tensors)
     by_type: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
@@ -92,11 +92,11 @@ def one_number(value: Any) -> float | Tensor:
         if not all(placement.is_replicate() for placement in local.placements):
             raise WorkbenchError("a tensor spread over processes, not one number: give loss.full_tensor()")
         local = local.to_local()
-    return local.reshape(()).clone()  # a static buffer of a compiled step is written over by the next one
+    return local.reshape(()).clone()  # the next compiled step overwrites its static buffers
 
 
 def noted_row(step: int, metric: str, value: Any, axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a number from the loop; raise `WorkbenchError` for an axis that records lack or of another type."""
+    """Return the row of a number from the loop; raises `WorkbenchError` for unknown axes and wrong types."""
     row = {"step": step, "metric": metric, **axes}
     for name, entry in row.items():
         if name in axes and name not in NOTED:

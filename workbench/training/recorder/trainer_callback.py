@@ -15,11 +15,11 @@ from workbench.training.recorder.recorder import Recorder
 
 
 class RecorderCallback(TrainerCallback):
-    """A `Recorder` over the Trainer's model, from the step its state begins at, so a resumed training goes on.
+    """Callback with a `Recorder` of the Trainer's model; a resumed training continues its recording.
 
-    The Trainer calls no callback between the backward pass and its clipping: where it clips (`max_grad_norm` > 0), gradient norms
-    are those of the clipped gradients and carry the variant `clipped`. The loss, the learning rate and the norm before
-    clipping come at the Trainer's own logging steps.
+    The Trainer calls no callback between the backward pass and clipping. If it clips (`max_grad_norm` > 0), gradient norms
+    are measured after clipping and have the variant `clipped`. The loss, the learning rate and the norm before clipping are
+    recorded at the Trainer's own logging steps.
     """
 
     def __init__(self, folder: str | Path | None = None, every: int = 100, **settings: Any) -> None:
@@ -27,7 +27,7 @@ class RecorderCallback(TrainerCallback):
         self.recorder: Recorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Start a recording, or go on with it."""
+        """Start or continue a recording."""
         settings = {"seed": args.seed, "start": state.global_step} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
         self.recorder.variant = "clipped" if args.max_grad_norm and args.max_grad_norm > 0 else None
@@ -38,7 +38,7 @@ class RecorderCallback(TrainerCallback):
             self.recorder.step(scaler=getattr(optimizer, "scaler", None))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Write down what the Trainer logs: of the steps before `global_step`."""
+        """Add the Trainer's logged numbers, which belong to the step before `global_step`."""
         if self.recorder and state.global_step:
             names = {"loss": "train_loss", "eval_loss": "validation_loss", "learning_rate": "learning_rate"}
             for name in names.keys() & (logs or {}).keys():
