@@ -1,4 +1,4 @@
-"""What every analysis does: read or make runs, judge the claims, print published numbers beside ours, keep the files."""
+"""Shared parts of the analysis scripts: find or train runs, judge claims, print published values, write files."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The file's name, which the kept files bear too."""
+        """Name of the file."""
         return Path(self.file).stem
 
     @property
     def asked(self) -> list[Claim]:
-        """The claims that answer the question."""
+        """Claims that answer the question."""
         return chosen(self.questions, self.claims)
 
     def main(self) -> None:
-        """The whole of an analysis, from the command line's arguments to the files."""
+        """Run the analysis with command-line arguments."""
         try:
             self._run(_arguments(self.question or ""))
         except WorkbenchError as error:
@@ -103,7 +103,7 @@ def _arguments(question: str) -> argparse.Namespace:
 
 
 def quick_runs(folder: Path, models: Sequence[Model], task: str = "text", seeds: int = 1) -> list[Path]:
-    """Tiny models trained for a few steps, as many seeds each; those that are there already are kept."""
+    """Train tiny models for a few steps, and return their runs."""
     from workbench.training.loop import train
 
     data: Any = (
@@ -125,7 +125,7 @@ def quick_runs(folder: Path, models: Sequence[Model], task: str = "text", seeds:
 
 
 def conclude(analysis: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> None:
-    """Print our numbers, then each claim with published ones and its verdict; keep `<name>.csv`, `.parquet`, `.txt`, `.html`."""
+    """Print numbers, published values and verdicts; write `<name>.csv`, `.parquet`, `.txt` and `.html`."""
     table(numbers)
     lines = []
     for j in analysis.judged:

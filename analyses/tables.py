@@ -1,4 +1,4 @@
-"""The tables of absolute numbers that analyses print before their verdicts: means over seeds with their range."""
+"""Tables of absolute numbers for the analyses: means over seeds with their range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Profile = tuple[str, dict[str, Any], dict[str, str]]
 
 
 def profiles(*wanted: Profile) -> Callable[[Evidence], pd.DataFrame]:
-    """A table of metrics by layer, of each model at random init and after training."""
+    """Return a function that makes a table of metrics by layer, at random init and after training."""
 
     def make(evidence: Evidence) -> pd.DataFrame:
         text = evidence.of_task("text")
@@ -28,7 +28,7 @@ def profiles(*wanted: Profile) -> Callable[[Evidence], pd.DataFrame]:
 
 
 def profile(evidence: Evidence, metric: str, *, by: Sequence[str] = ("layer",), **axes: Any) -> pd.DataFrame:
-    """Mean over seeds with its range, of each model at random init and after training, along `by`."""
+    """Return mean and range over seeds of a metric for each model, at random init and after training."""
     frames = []
     for step in ("first", "last"):
         try:
@@ -91,7 +91,7 @@ def formation(evidence: Evidence) -> pd.DataFrame:
 
 
 def sinks_and_drains(evidence: Evidence) -> pd.DataFrame:
-    """Strongest head's sink mass, drain of own and of effective values, peak: each layer, trained and at random init; heads by kind."""
+    """Return sink mass, value drain and hidden peak by layer, at random init and after training, and heads by kind of sink."""
     mass = profile(evidence, "sink_mass", by=("layer", "head"))
     strongest = mass.loc[mass.groupby(["model", "when", "layer"])["mean"].idxmax()].drop(columns="head")
     drains = [profile(evidence, "value_drain", site=site).assign(site=site) for site in ("own_v", "v")]
@@ -100,7 +100,6 @@ def sinks_and_drains(evidence: Evidence) -> pd.DataFrame:
 
 
 def _kinds(evidence: Evidence) -> list[pd.DataFrame]:
-    """How many heads of each layer are no sink, a no-op, a broadcast or a mixed one."""
     frames = []
     for model in evidence.models:
         for step, when in (("first", "random init"), ("last", "trained")):

@@ -11,7 +11,10 @@ from typing import Any
 from workbench.claims import CLAIMS, QUESTIONS, STATUSES, all_verdicts
 from workbench.claims.verdict import DECIDED, Verdict, expected_by_chance
 from workbench.runs.catalogue import catalogue
+from workbench.statistics.intervals import confidence
 from workbench.views.source import EVIDENCE
+
+SHOWN = 4  # comparisons in the section of a claim
 
 ABOUT = """# Evidence for published claims
 
@@ -82,7 +85,7 @@ def _summary(of: Mapping[str, Verdict]) -> str:
     counts = {words: sum(v.status == status for v in of.values()) for status, words in STATUSES.items()}
     lines = [
         f"Of {len(of)} claims: {', '.join(f'{n} {words}' for words, n in counts.items() if n)}.\n",
-        "\n| claim | verdict | first effect, 95 % interval | seeds |\n|---|---|---|---|\n",
+        f"\n| claim | verdict | first effect, {confidence()} interval | seeds |\n|---|---|---|---|\n",
     ]
     for name, verdict in sorted(
         of.items(), key=lambda item: DECIDED.index(item[1].status) if item[1].status in DECIDED else 9
@@ -105,11 +108,13 @@ def _number(row: Mapping[Any, Any]) -> str:
 
 def _claim(name: str, verdict: Verdict) -> str:
     claim = CLAIMS[name]
+    rows = [row for row in verdict.table.head(SHOWN).to_dict("records") if _number(row)]
+    results = "".join(f"- {_number(row)}, {row['n']:.0f} seeds\n" for row in rows)
     facts = {
-        "Here": verdict.sentence, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
+        "Details": verdict.sentence, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
         "Supported if": claim.supports, "Refuted if": claim.refutes,
     }  # fmt: skip
-    return f"\n### {name}\n\n{claim.text}\n\n**{verdict.words.capitalize()}.**\n{listed(facts)}"
+    return f"\n### {name}\n\n{claim.text}\n\n{results}\n**{verdict.words.capitalize()}.**\n{listed(facts)}"
 
 
 def listed(facts: Mapping[str, str]) -> str:

@@ -129,7 +129,7 @@ def test_what_is_measured_of_one_model_alone_decides_nothing(metric):
         (200, 60, "supported", "SVFormer 195 (5 of 5 seeds formed one)"),
         (200, 170, "unresolved", "learning to copy -10"),  # no later once it copies: its learning is what is late
         (40, 20, "refuted", "SVFormer 35 (5 of 5"),
-        (9_999, 60, "unresolved", "SVFormer 300 (0 of 5 seeds formed one)"),  # prevention is another claim
+        (9_999, 60, "unresolved", "SVFormer none by step 300 (0 of 5 seeds formed one)"),  # prevention is another claim
     ],
 )
 def test_sharing_values_delays_the_sink(sink, copied, status, said):

@@ -79,6 +79,43 @@ def test_a_best_rate_at_the_end_of_the_grid_leaves_the_claim_open():
     assert "is the smallest or the largest tried" in found.sentence
 
 
+def _tuned(best, edge=4e-3):
+    """A sweep of seed 4 over 300 steps, and five times as long trainings of three seeds at each model's best rate."""
+    made, told = [], []
+    for model, level in LEVELS.items():
+        sweep = [run(model, 4, lr=rate) for rate in (1e-3, 2e-3, edge, 8e-3)]
+        long = [run(model, seed, lr=best[model], steps=1500, tokens=4e7) for seed in range(3)]
+        told += losses(sweep, lambda of, at=level, m=model: at + 0.5 + 0.1 * (of["lr"] != best[m]))
+        told += losses(long, lambda of, at=level: at)
+        made += [*sweep, *long]
+    return made, told
+
+
+def test_longer_trainings_are_compared_at_the_rates_that_a_sweep_of_other_seeds_chose():
+    found = judged(
+        "lower_loss",
+        *((made := _tuned({"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 4e-3}))[0], (), made[1]),
+    )
+    assert (found.status, found.words) == ("supported", "supported")
+    assert found.table["n"].iloc[0] == 3
+    assert "each at its best of 4 learning rates, chosen on seed 4, which is not reported" in found.sentence
+    assert "mean difference during training" in found.sentence
+    assert "100.0 tokens per parameter" in found.setting
+    edge = _tuned({"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 8e-3})
+    assert judged("lower_loss", edge[0], (), edge[1]).status == "unresolved", "8e-3 is the largest rate of the sweep"
+    made, told = _tuned({"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 4e-3})
+    other = [of | {"lr": 1e-3} if of["model"] == "resformer" and of["steps"] == 1500 else of for of in made]
+    assert judged("lower_loss", other, (), told).setting.startswith("1 seed of 2 models"), "a rate that no sweep chose"
+
+
+def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_seeds():
+    short, told = with_losses(LEVELS, seeds=5, tokens=4e5)
+    long, more = with_losses({name: level - 1 for name, level in LEVELS.items()}, seeds=2, tokens=2e6, steps=600)
+    found = judged("lower_loss", [*short, *long], (), [*told, *more])
+    assert found.words == "not tested: 5.0 training tokens per parameter, 10 are needed"
+    assert found.setting.startswith("2 seeds")
+
+
 def test_more_parameters_leave_a_lower_loss_open():
     made, told = with_losses({"transformer": 2.73, "bank_of_values": 2.70})
     larger = [of | {"parameters": of["parameters"] * (1 + 0.18 * (of["model"] == "bank_of_values"))} for of in made]

@@ -24,6 +24,7 @@ from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
 from workbench.runs.run import Run
 from workbench.statistics.censored import compare_steps
+from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, finding, start
 
 A, B = "text-resformer-s0", "text-transformer-s0"
@@ -45,7 +46,7 @@ def link(show, **options):
 def shipped(tmp_path_factory):
     """The study of learning to copy that ships: three rates, five seeds of six models."""
     folder = tmp_path_factory.mktemp("shipped")
-    for run in (SHIPPED / "evidence" / "induction").iterdir():
+    for run in unpacked(SHIPPED / "evidence" / "induction").iterdir():
         (folder / run.name).symlink_to(run)
     return dashboard.kept(folder)
 

@@ -1,7 +1,7 @@
-"""What the field claims of value residuals, each with what supports and refutes it, and a verdict from the runs at hand.
+"""Claims about value residuals: what supports and refutes each, and the function that judges it from measured runs.
 
-Importing this package registers every claim in `CLAIMS`; a module is a question, a function in it a claim. Verdicts are
-pure functions of tables: nothing here reads a file or runs a model.
+Importing this package registers every claim in `CLAIMS`. A module is a question, a decorated function in it is a claim. Claims are pure
+functions of tables: they read no files and run no models.
 """
 
 from workbench.claims import (

@@ -1,8 +1,8 @@
-"""Judging in a process of its own: a server that shows verdicts stays small and quick, and keeps nothing of what they rest on.
+"""Judging in a separate process, so that a server that shows verdicts stays small and responsive.
 
-    python -m workbench.claims.apart RUNS < names   # each run's path on a line
+    python -m workbench.claims.apart RUNS < names   # the path of one run per line
 
-Each line it writes is JSON: how far it is, at last what it found. Of a thousand runs it takes less than 1 GiB.
+The process writes JSON lines: its progress, and at last the verdicts. It needs less than 1 GiB for a thousand runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUDGET = 20_000_000  # bytes of answers that each table keeps
 
 
 def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None) -> Verdicts:
-    """As `judge_all`, of runs of a folder; `progress` may raise to stop it. Raises `WorkbenchError` where the process dies."""
+    """Call `judge_all` in a separate process; `progress` may raise to stop it. Raises `WorkbenchError` if the process dies."""
     command, alone = [sys.executable, "-m", __spec__.name, str(folder)], os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone) as process:
         assert process.stdin is not None
@@ -48,7 +48,7 @@ def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[[int,
 
 
 def main(folder: Path) -> None:
-    """Judge the runs that standard input names."""
+    """Judge the runs named on standard input."""
     asked = set(sys.stdin.read().splitlines())
     runs = [entry for entry in catalogue(folder).entries if entry.path in asked]
     caches = {"record_cache": RecordCache(folder, BUDGET), "telemetry_cache": TelemetryCache(folder, BUDGET)}

@@ -114,7 +114,7 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
 
 
 def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
-    """Spearman's rank correlation of weight and cost over the sources of a place, mean over the places of each seed."""
+    """Spearman's rank correlation of weight and cost over the sources of a place, averaged over places, by seed."""
     keys = ["seed", "site", "layer", "part"]
     both = pd.concat(
         [rows.groupby(keys)["value"].mean() for rows in (weights, costs)], axis=1, keys=["weight", "cost"]

@@ -1,7 +1,7 @@
-"""What a comparison of final losses needs before it counts as a test: training tokens, a flat end and a warm-up.
+"""Conditions for a test of final losses: training tokens, a flat end of the loss curve, and warm-up.
 
 In early training the loss measures how fast a model starts. In `data/evidence` a value residual leads by 0.3 nats at 0.9 training
-tokens per parameter, and most of that lead belongs to the Transformer's short warm-up (`docs/evidence.md`).
+tokens per parameter, and most of that lead comes from the Transformer's short warm-up (`docs/evidence.md`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def named(runs: pd.DataFrame) -> str:
 
 
 def _last_fall(curve: pd.Series) -> float:
-    """Fall of a validation curve over the last tenth of its steps, read off linearly."""
+    """Fall of a validation curve over the last tenth of its steps."""
     last = curve.index[-1]
     return float(np.interp(0.9 * last, curve.index, curve) - curve.iloc[-1])

@@ -1,4 +1,4 @@
-"""A table of many runs whose rows are made when they are asked for: those of some runs and one metric."""
+"""Lazy table of many runs: the rows of some runs and one metric are made when they are asked for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ MAX_BYTES = 50_000_000  # of the rows that stay in memory, the last ones in any 
 
 
 class ByMetric:
-    """Rows with the columns `run` and `metric`: a thousand runs have millions, and a claim reads a few metrics of those it compares.
+    """A table with columns `run` and `metric` that is too large to hold in memory.
 
-    `fetch` makes the rows of some runs, in the order of all, and of one metric. `runs_with`: metric -> names of the runs that have it.
+    Args:
+        fetch: Returns the rows of some runs and one metric, in the order of all runs.
+        runs_with: Names of the runs that have a metric, by metric.
+        none: The table without rows.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class ByMetric:
 
     @classmethod
     def of_rows(cls, rows: pd.DataFrame) -> ByMetric:
-        """A whole table."""
+        """Return a lazy table of rows in memory."""
         places = {str(metric): np.sort(at) for metric, at in rows.groupby("metric").indices.items()}
 
         def fetch(runs: Collection[str], metric: str) -> pd.DataFrame:
@@ -41,17 +44,17 @@ class ByMetric:
         return cls(fetch, {m: set(rows["run"].iloc[at]) for m, at in places.items()}, rows.head(0))
 
     def of(self, runs: frozenset[str], metric: str) -> pd.DataFrame:
-        """The rows of a metric of these runs."""
+        """Return the rows of a metric of some runs."""
         if metric not in self.metrics or not runs:
             return self.none
         return self._found.get((runs, metric), lambda: self.fetch(runs, metric))
 
     def of_all(self, runs: frozenset[str]) -> pd.DataFrame:
-        """The rows of all metrics of these runs."""
+        """Return the rows of all metrics of some runs."""
         found = [self.of(runs, metric) for metric in sorted(self.metrics)]
         return pd.concat(found or [self.none]).sort_index(kind="stable")
 
     def dtypes(self, runs: frozenset[str], metrics: Collection[str]) -> list[str]:
-        """What these metrics of these runs were measured in, where their provenance says so."""
+        """Return the data types that these metrics were measured in, from their provenance."""
         texts = {text for metric in metrics for text in self.of(runs, metric)["provenance"].dropna().unique()}
         return sorted({str(dtype) for text in texts if (dtype := facts(text).get("dtype"))})

@@ -1,7 +1,6 @@
-"""Runs -> what their claims need is measured, or read from what is stored -> evidence.
+"""Measurement of runs for claims: what is missing is measured, the rest is read from the stored records.
 
-What was measured before is not run again, so an interrupted analysis goes on where it stopped. A run that cannot be used
-is left out with its reason, and the rest goes on.
+An interrupted analysis resumes where it stopped. Runs that cannot be used are left out and named with the reason.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_ever
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
-    """The finished runs meant by paths of runs or of folders of runs, and why others are left out.
-
-    Raises `BadData` where there is none.
-    """
+    """Return the finished runs at paths of runs or folders, and why other runs are left out; raises `BadData` if there is none."""
     runs: list[Run] = []
     problems: dict[str, str] = {}
     for location in map(locate, paths):
@@ -69,7 +65,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def usable(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
-    """The runs that claims can be judged on, and why others cannot be."""
+    """Return the runs that claims can be judged on, and why the others cannot be used."""
     finished, problems = list[Run](), dict[str, str]()
     for run in runs:
         if why := why_unusable(run):
@@ -84,7 +80,7 @@ def usable(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def why_unusable(run: Run) -> str:
-    """Why claims cannot be judged on a run, from its description alone; nothing where they can."""
+    """Return why claims cannot be judged on a run, from its description alone; empty if they can."""
     if run.recorded:
         return "recorded in a loop of its own: it has no settings to compare and no checkpoints"
     if not run.finished:
@@ -99,7 +95,7 @@ def why_unusable(run: Run) -> str:
 
 
 def facts(run: Run, data: Any = None) -> dict[str, Any]:
-    """One row of the evidence's `runs`: what must be equal for a comparison, and the model's name with its options."""
+    """Return a run's row of `Evidence.runs`: its settings, and the name of its model with options."""
     shape, recipe, described, chosen = run.model, run.train, run.info["data"], run.options
     if run.observed:
         parameters, defaults = run.info["observed"]["parameters"], json.dumps(chosen)
@@ -124,7 +120,7 @@ def facts(run: Run, data: Any = None) -> dict[str, Any]:
 
 @cache
 def _outline(architecture: str, shape: str, options: str) -> tuple[int, str]:
-    """(parameters, options by default) of an architecture, from its outline without weights."""
+    """Number of parameters and default options of an architecture."""
     config = ModelConfig(**json.loads(shape))
     with torch.device("meta"):
         built = compose(architecture, config, **json.loads(options))
@@ -133,30 +129,25 @@ def _outline(architecture: str, shape: str, options: str) -> tuple[int, str]:
 
 
 def plan(run: Run, claims: Iterable[Claim], matched: Sequence[int] = ()) -> dict[int, tuple[str, ...]]:
-    """Which metrics the claims need of a run at which of its checkpoints; `matched` are those around equal losses."""
-    kind = str(run.info["data"]["kind"])
-    wanted: dict[int, dict[str, None]] = {}
+    """Return the metrics that claims need of a run, by checkpoint; `matched` are the checkpoints around equal losses."""
+    kind, have = str(run.info["data"]["kind"]), run.steps
+    if not have:
+        return {}
+    ends, wanted = [have[0], have[-1]], dict[int, dict[str, None]]()
+    spread = [have[round(i * (len(have) - 1) / (SERIES - 1))] for i in range(SERIES)]
+    choices = {"last": have[-1:], "ends": ends, "matched": [*ends, *matched], "series": [*ends, *matched, *spread]}
     for claim in claims:
         if kind == "repeated" or (claim.models and run.architecture not in claim.models):
             continue
-        for step in _steps(run.steps, claim.steps, matched):
+        for step in sorted(set(choices[claim.steps])):
             wanted.setdefault(step, {}).update(dict.fromkeys(claim.metrics))
     return {step: tuple(names) for step, names in sorted(wanted.items()) if names}
 
 
-def _steps(have: Sequence[int], which: str, matched: Sequence[int]) -> list[int]:
-    if not have:
-        return []
-    ends = [have[0], have[-1]]
-    spread = [have[round(i * (len(have) - 1) / (SERIES - 1))] for i in range(SERIES)]
-    choices = {"last": have[-1:], "ends": ends, "matched": [*ends, *matched], "series": [*ends, *matched, *spread]}
-    return sorted(set(choices[which]))
-
-
 def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
-    """Checkpoints of each run around the step at which it had a loss that ends its baseline, or one that it is the baseline of.
+    """Return the checkpoints of each run around the loss that it and its baseline both reach.
 
-    Runs are compared with the vanilla model of the same setting and seed; those without written losses have none.
+    The baseline is the Transformer of the same setting and seed. Runs without a loss curve have no such checkpoints.
     """
     matched: dict[Run, list[int]] = {run: [] for run in runs}
     curves = {run: _curve(run) for run in runs}
@@ -184,13 +175,16 @@ Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
 
 
 def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: int = 64) -> Gathered:
-    """Records and samples of a run at each planned step, and what could not be measured in words.
+    """Return the records and samples of a run at each planned step, and what could not be measured.
 
-    A run that is shipped has those that came with it.
+    The stored tables of a shipped run are returned unchanged.
     """
     if run.shipped:
-        return _kept(run)
+        frame = one_sample(load_records([run.path]))
+        return frame, samples_of(run, frame), []
     frames, problems, unsent = [records([])], list[str](), list[str]()
+    measures: dict[str, Any] = {**METRICS, **INTERVENTIONS}
+    lengths = {name: measure_.min_length for name, measure_ in measures.items()}
 
     def measured(names: str | list[str], step: int, most: int) -> pd.DataFrame:
         try:
@@ -200,8 +194,13 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: in
             return error.made
 
     for step, names in wanted.items():
-        fit, short = _fitting(names, run.train.T)
-        problems += [s for s in short if s not in problems]
+        fit = [name for name in names if lengths[name] <= run.train.T]
+        short = (
+            f"{name} needs sequences of {lengths[name]} tokens, these have {run.train.T}"
+            for name in names
+            if name not in fit
+        )
+        problems += [reason for reason in short if reason not in problems]
         for most in sorted({EXPENSIVE.get(name, n) for name in fit}):
             together = [name for name in fit if EXPENSIVE.get(name, n) == most]
             try:
@@ -218,21 +217,8 @@ def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: in
     return frame, samples_of(run, frame), problems + unsent[:1]
 
 
-def _kept(run: Run) -> Gathered:
-    """What a run holds already."""
-    frame = one_sample(load_records([run.path]))
-    return frame, samples_of(run, frame), []
-
-
-def _fitting(names: Sequence[str], T: int) -> tuple[list[str], list[str]]:
-    measures: dict[str, Any] = {**METRICS, **INTERVENTIONS}
-    fit = [name for name in names if measures[name].min_length <= T]
-    long = (name for name in names if name not in fit)
-    return fit, [f"{name} needs sequences of {measures[name].min_length} tokens, these have {T}" for name in long]
-
-
 def samples_of(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
-    """One value per document behind a run's records, of the loss: what pairs documents. Raises `BadCheckpoint` as `read_parquet` does."""
+    """Return the loss per document behind a run's records, for pairing documents."""
     keys = set(frame.loc[frame["metric"] == "loss", "provenance"])
     files = sorted((run.path / "records").glob("*.samples.parquet")) if keys else []
     samples = read_parquet(files, SAMPLE_COLUMNS)
@@ -253,9 +239,12 @@ def collect(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[Evidence, dict[str, str]]:
-    """Measure what the claims need of every run, where `workers` says (see `run_jobs`), and return the evidence and problems.
+    """Measure what claims need of every run, and return the evidence and the problems.
 
-    A run that cannot be measured, or whose process is killed, is a problem; the others go on.
+    A run that cannot be measured becomes a problem; the others continue.
+
+    Args:
+        workers: Number of processes, or a cluster; see `run_jobs`.
     """
     matched = matching_steps(runs)
     jobs = [Job(str(run.path), _work, (run, plan(run, claims, matched[run]), data, n)) for run in runs]
@@ -289,7 +278,7 @@ def collect(
 
 
 def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
-    """The tables of runs and their records; the architecture of every row is the run's model with its options."""
+    """Return the evidence of measured runs."""
     table = pd.DataFrame([facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
     label = dict(zip(table["run"], table["model"], strict=True))
     written = [
@@ -307,7 +296,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
 
 
 def told_apart(written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, str]:
-    """What a run has in common with its copies alone: losses to the last digit, or where none were written its last weights."""
+    """Return a mark of each run that only its copies share: its loss curve, or else the hash of its last weights."""
     last = kept[kept["step"] == kept.groupby("run")["step"].transform("max")].drop_duplicates("run")
     weights = {run: origin(text).get("weights") for run, text in zip(last["run"], last["provenance"], strict=True)}
     marks = {str(run): str(mark) for run, mark in weights.items() if mark is not None}
@@ -319,7 +308,7 @@ def told_apart(written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, str]:
 
 
 def seeds_of(table: pd.DataFrame, marks: dict[str, str]) -> dict[str, int]:
-    """The seed of each run; a copy of a run, told by its mark, has that of the first of them."""
+    """Return the seed of each run; copies of a run (with its mark) have the seed of the first copy."""
     seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, str], int]()
     for run, model in zip(table["run"], table["model"], strict=True):
         if run in marks:

@@ -84,7 +84,7 @@ def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
 
 
 def _kept(pair: Evidence) -> str:
-    """Whether NeuTRENO keeps its sinks, where it is here."""
+    """How NeuTRENO's strongest head compares with the Transformer's, if there are runs of it."""
     if "neutreno" not in pair.models:
         return ""
     mass = pair.rows("sink_mass")
@@ -93,10 +93,10 @@ def _kept(pair: Evidence) -> str:
 
 
 def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
-    """Concentration and similarity beside the validation loss, of every checkpoint of every run in the setting of `like`.
+    """Return concentration and token similarity beside the validation loss, for every checkpoint in the setting of some runs.
 
-    Rows with run, architecture, seed, step, `loss` (nats) and one `quantity`, `value` and `unit` each: the deficit of deep
-    layers, the sink mass of the strongest head, the similarity of hidden states in deep layers. Empty where none was measured.
+    Columns are run, architecture, seed, step, loss (nats), quantity, value and unit. The quantities are the entropy deficit of deep layers,
+    the sink mass of the strongest head, and the similarity of hidden states in deep layers. Empty if none was measured.
     """
     setting = evidence.runs[evidence.runs["run"].isin(list(like))][list(SETTING)].drop_duplicates()
     part = evidence.of_runs(evidence.runs.merge(setting, on=list(SETTING)))
@@ -124,7 +124,7 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
 
 
 def _losses_at(part: Evidence, table: pd.DataFrame) -> list[float]:
-    """The loss of each row's run at its step: measured there, else from training, linear between its validations."""
+    """Loss of each row's run at its step, measured or interpolated between validations."""
     measured = part.records("loss")
     known = (
         measured[measured["control"].isna() & measured["variant"].isna()]

@@ -47,7 +47,6 @@ def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
 
 
 def _at_init(mine: Evidence) -> str:
-    """The same cosines at random init, where they were measured."""
     try:
         rows = mine.rows("cross_layer_approximation", step="first", variant=...)
     except InsufficientEvidence:
@@ -57,7 +56,7 @@ def _at_init(mine: Evidence) -> str:
 
 
 def _trained(evidence: Evidence) -> str:
-    """Losses of models trained with the approximations, where they are here."""
+    """Loss differences of models trained with the approximations, in words; empty without runs."""
     try:
         group = evidence.of_task("text").comparable("transformer", TRAINED)
         losses = group.losses()

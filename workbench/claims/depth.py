@@ -86,7 +86,6 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
 
 
 def _late(pair: Evidence, model: str, depth: int) -> Interval:
-    """ln of the last layer's own value norm over the middle layer's."""
     norms = pair.of_models(["transformer", model]).rows("value_norm", site="own_v")  # a row for every position
     last, middle = (norms[norms["layer"] == n] for n in (depth - 1, depth // 2))
     ratios = ((pair.by_seed(last, m) / pair.by_seed(middle, m)).map(math.log) for m in (model, "transformer"))
@@ -94,10 +93,10 @@ def _late(pair: Evidence, model: str, depth: int) -> Interval:
 
 
 def _balance(pair: Evidence, model: str, depth: int) -> tuple[Interval, bool]:
-    """ln of what dropping attention costs over what dropping the MLP costs, deep layers, below 0 nearer to 1 than the Transformer's.
+    """Difference of ln(cost of dropping attention / cost of dropping the MLP) in deep layers, below 0 if nearer to 1.
 
-    All seeds count with the sign of the Transformer's mean, since the distance of each from 1 would grow with its noise. Also
-    whether the Transformer's differs from 1, without which nothing can be nearer.
+    All seeds count with the sign of the Transformer's mean, since the distance of each seed from 1 would grow with its noise. The second
+    value says whether the Transformer's ratio differs from 1.
     """
     costs = deep_layers(pair.rows("sublayer_removal"), depth)
     ratio = {}

@@ -1,4 +1,4 @@
-"""The tables that verdicts follow from, and how runs are chosen, paired and brought to equal loss."""
+"""Evidence: the tables that claims are judged from, and how runs are selected, paired and compared at equal loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 
 from workbench.claims.by_metric import ByMetric
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.claims.wording import listed
+from workbench.claims.wording import RATES, listed
 from workbench.runs.records import SAMPLE_COLUMNS, records
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds, t_quantile
 from workbench.statistics.loss_curves import at_equal_loss, common_loss
@@ -44,11 +44,10 @@ RUN_COLUMNS = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """Tables of some runs: facts of each run, records, what training wrote down, and one value per document.
+    """Tables of runs: the facts of each run, measured records, telemetry and values per document.
 
-    `runs` has `RUN_COLUMNS`; its `model` is the architecture with the options that are not its defaults, and stands for the
-    architecture in the other tables. Those are shared with the evidence this one was narrowed from: `records`, `telemetry` and
-    `samples` are the rows of its own runs. Every method returns rows or a narrower evidence; none reads a file.
+    `runs` has the columns `RUN_COLUMNS`. Its `model` is the architecture with all options that differ from their defaults, and is called
+    `architecture` in the other tables. Every method returns rows or the evidence of fewer runs; none reads a file.
     """
 
     runs: pd.DataFrame
@@ -68,19 +67,19 @@ class Evidence:
         return list(dict.fromkeys(self.runs["model"]))
 
     def records(self, metric: str) -> pd.DataFrame:
-        """What is measured of a metric, on all its axes."""
+        """Return the records of a metric on all axes."""
         return self.kept.of(self._names, metric)
 
     def telemetry(self, metric: str) -> pd.DataFrame:
-        """What training wrote down of a metric, on all its axes."""
+        """Return the telemetry of a metric on all axes."""
         return self.told.of(self._names, metric)
 
     def samples(self, metric: str) -> pd.DataFrame:
-        """One value per document of a metric."""
+        """Return one value per document of a metric."""
         return self.documents.of(self._names, metric)
 
     def everything(self) -> pd.DataFrame:
-        """What is measured of all metrics, on all their axes."""
+        """Return the records of all metrics."""
         return self.kept.of_all(self._names)
 
     @cached_property
@@ -88,26 +87,29 @@ class Evidence:
         return frozenset(self.runs["run"])
 
     def of_runs(self, runs: pd.DataFrame) -> Evidence:
-        """The evidence of these runs alone."""
+        """Return the evidence of some runs."""
         return replace(self, runs=runs)
 
     def of_models(self, models: Iterable[str]) -> Evidence:
-        """The evidence of these models alone."""
+        """Return the evidence of some models."""
         return self.of_runs(self.runs[self.runs["model"].isin(list(models))])
 
     def of_task(self, task: str) -> Evidence:
-        """The evidence of runs trained on `text` or on `repeated` tokens."""
+        """Return the evidence of runs trained on one task, such as `text` or `repeated` tokens."""
         return self.of_runs(self.runs[self.runs["task"] == task])
 
     def measured_on_all(self, metrics: Iterable[str], models: Sequence[str] = ()) -> tuple[Evidence, str]:
-        """Leave out shipped studies that did not measure each of the metrics on all of their runs; and say which, in words.
+        """Leave out shipped studies that did not measure the metrics on all of their runs.
+
+        A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. The loss is exempt:
+        training writes it for every run.
 
         Args:
-            metrics: Names of metrics. The loss is exempt, which training writes for every run.
-            models: Architectures of whose runs they are needed; all unless given.
+            metrics: Names of metrics.
+            models: Architectures whose runs need them; all by default.
 
-        Note:
-            A metric is not missed on a task that no run has it of, or on sequences shorter than any it was measured on.
+        Returns:
+            The evidence, and a sentence that names the omitted studies.
         """
         runs = self.runs[self.runs["study"].fillna("") != ""]
         runs = runs[runs["architecture"].isin(models)] if models else runs
@@ -123,40 +125,56 @@ class Evidence:
         return self.of_runs(self.runs[~self.runs["study"].isin(lacking)]) if lacking else self, left_out
 
     def measured(self) -> Evidence:
-        """The evidence of runs whose activations are measured: all but the races on repeated tokens."""
+        """Return the evidence of runs with measured activations: all except those on repeated tokens."""
         return self.of_runs(self.runs[self.runs["task"] != "repeated"])
 
     def first_of(self, choices: Sequence[str]) -> str:
-        """The first of several interchangeable models that is here."""
+        """Return the first of several interchangeable models that has runs."""
         return next(name for name in choices if name in self.models)
 
     def comparable(
         self, *wanted: str | Sequence[str], ignoring: Sequence[str] = (), control: str | None = None
     ) -> Evidence:
-        """Runs of the one setting that has every wanted model (each a name, or several that will do) with most seeds.
+        """Return the runs of the setting with most seeds that has every wanted model; `Claim.judge` judges all such settings.
 
-        `ignoring`: what may differ (`lr` in a sweep). Among equals one that has the claim's `control` comes first, then the larger
-        wanted models, the longer training, the lower loss of the first model; `Claim.judge` puts the claim to all of them. Raises
-        `InsufficientEvidence` naming what is missing, or what differs where models exist but never under equal conditions.
+        Runs of one setting have equal data, length, size and recipe. Their learning rates are equal, or each is the best of its model
+        in a sweep of other seeds. Among equal numbers of seeds, settings with the control come first, then larger models, longer
+        trainings, and a lower loss of the first model.
+
+        Args:
+            wanted: Names of models; of several names in a tuple one is enough.
+            ignoring: Settings that may differ (`lr` in a sweep).
+            control: A model that is not needed.
+
+        Raises:
+            InsufficientEvidence: A model is missing, or the models were never trained under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
+        names = [name for group in groups for name in group]
         absent = [" or ".join(g) for g in groups if not set(g) & set(self.models)]
         if absent:
             architectures = list(dict.fromkeys(self.runs["architecture"]))
             here = f"here are {listed(architectures)}" if architectures else "here are no runs that can be used"
             raise InsufficientEvidence(f"Needs runs of {listed(absent)}; {here}.")
+        equal = [c for c in SETTING if c not in ignoring]
+        parts = [rows for _, rows in self.runs.groupby(equal, dropna=False)]
+        if "lr" in equal and len(self._tuned):
+            tuned = self._tuned.groupby([c for c in equal if c != "lr"], dropna=False)
+            parts += [rows for _, rows in tuned if rows.loc[rows["model"].isin(names), "lr"].nunique() > 1]
         candidates: list[tuple[tuple[float, ...], pd.DataFrame]] = []
-        for _, rows in self.runs.groupby([c for c in SETTING if c not in ignoring], dropna=False):
+        for rows in parts:
             seeds = [rows[rows["model"].isin(g)].groupby("model")["seed"].nunique().max() for g in groups]
-            if all(s > 0 for s in seeds) and (not self.within or self.within & set(rows["run"])):
-                compared = rows[rows["model"].isin([name for g in groups for name in g])]
-                size, steps = compared["parameters"].fillna(0).max(), rows["steps"].fillna(0).max()
-                loss = self._final(rows[rows["model"].isin(groups[0])])
-                controlled = control in set(rows["model"])
-                candidates.append(((float(min(seeds)), float(controlled), float(size), float(steps), -loss), rows))
+            runs = frozenset(rows["run"])
+            if all(s > 0 for s in seeds) and (not self.within or self.within & runs):
+                size = rows.loc[rows["model"].isin(names), "parameters"].fillna(0).max()
+                order = (
+                    runs == self.within, min(seeds), control in set(rows["model"]), size, rows["steps"].fillna(0).max(),
+                    -self._final(rows[rows["model"].isin(groups[0])]),
+                )  # fmt: skip
+                candidates.append((tuple(map(float, order)), rows))
         if not candidates:
-            chosen = self.runs[self.runs["model"].isin([name for g in groups for name in g])]
-            differ = [c for c in SETTING if c not in ignoring and chosen[c].nunique(dropna=False) > 1]
+            runs_of = self.runs[self.runs["model"].isin(names)]
+            differ = [c for c in equal if runs_of[c].nunique(dropna=False) > 1]
             raise InsufficientEvidence(
                 f"{listed([' or '.join(g) for g in groups])} are here, but never under equal conditions: they differ in "
                 f"{listed(differ)}. Train them with equal data, length, size and recipe."
@@ -164,26 +182,50 @@ class Evidence:
         best_first = [rows for _, rows in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
         if not self.settings:
             self.settings.extend(best_first)
-        chosen = best_first[0]
-        self.compared.append(chosen[chosen["model"].isin([name for g in groups for name in g])])
-        return self.of_runs(chosen)
+        first = best_first[0]
+        self.compared.append(first[first["model"].isin(names)])
+        return self.of_runs(first)
+
+    @cached_property
+    def _tuned(self) -> pd.DataFrame:
+        """Runs at the best learning rate of their model in a sweep of another length and other seeds.
+
+        Further columns are `rates` (number of rates), `chosen_on` (seeds of the sweep) and `edge` (the best is the smallest or largest
+        rate).
+        """
+        tuned = []
+        for _, alike in self.runs.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
+            for steps, sweep in alike.groupby("steps"):
+                by_model = sweep.groupby("model")["lr"].agg(set)
+                tried = by_model[by_model.map(len) >= RATES]
+                shared = set.intersection(*tried) if len(tried) else set()
+                others = alike[(alike["steps"] != steps) & alike["model"].isin(tried.index)]
+                others = others[~others["seed"].isin(sweep["seed"])]
+                if len(shared) < RATES or others.empty:
+                    continue
+                part = sweep[sweep["model"].isin(tried.index) & sweep["lr"].isin(shared)]
+                at_best = others[others["lr"] == others["model"].map(best_rates(self.of_runs(part).losses()))]
+                seeds = listed([str(seed) for seed in sorted(part["seed"].unique())])
+                edge = at_best["lr"].isin([min(shared), max(shared)])
+                tuned.append(at_best.assign(rates=len(shared), chosen_on=seeds, edge=edge))
+        return pd.concat(tuned).drop_duplicates("run") if tuned else self.runs.head(0)
 
     def _final(self, runs: pd.DataFrame) -> float:
-        """Mean final validation loss of some runs, infinite where none is known."""
+        """Mean final validation loss of some runs, infinite if unknown."""
         rows = self.written("validation_loss")
         last = at_last_step(rows[rows["run"].isin(set(runs["run"]))])["value"]
         return float(last.mean()) if len(last) and np.isfinite(last.astype(float)).all() else math.inf
 
     def written(self, metric: str) -> pd.DataFrame:
-        """What training wrote down of a metric, its plain variant."""
+        """Return the telemetry of a metric without variants."""
         rows = self.telemetry(metric)
         return rows[rows["variant"].isna()]
 
     def rows(self, metric: str, *, step: str = "last", control: str | None = None, **axes: Any) -> pd.DataFrame:
-        """Records of a metric at each run's `last` step, at step 0 (`first`), or at `all`, on the given axes.
+        """Return records of a metric at each run's `last` step, at step 0 (`first`), or at `all` steps.
 
-        An axis that is not given must be null where it is `variant`; other axes may vary. Raises `InsufficientEvidence` where there is
-        none.
+        `variant` must be null unless it is given; other axes may vary unless they are given. Raises `InsufficientEvidence` if no row is
+        left.
         """
         rows = self.records(metric)
         for axis, value in {"control": control, "variant": None, **axes}.items():
@@ -200,15 +242,15 @@ class Evidence:
         return rows
 
     def by_seed(self, rows: pd.DataFrame, model: str) -> pd.Series:
-        """Mean of a model's rows for each seed."""
+        """Return the mean of a model's rows for each seed."""
         return self.of_model(rows, model).groupby("seed")["value"].mean().astype(float)
 
     def of_model(self, rows: pd.DataFrame, model: str) -> pd.DataFrame:
-        """Rows of one model; raises `InsufficientEvidence` where one of its numbers is NaN or infinite."""
+        """Return the rows of one model; raises `InsufficientEvidence` for a NaN or infinite value."""
         return sound(rows[rows["run"].isin(self.runs.loc[self.runs["model"] == model, "run"])])
 
     def known(self, rows: pd.DataFrame, model: str) -> pd.DataFrame:
-        """Rows of one model; raises `InsufficientEvidence` where it has none."""
+        """Return the rows of one model; raises `InsufficientEvidence` if it has none."""
         known = self.of_model(rows, model)
         if known.empty:
             metric = rows["metric"].iloc[0] if "metric" in rows and len(rows) else "the loss"
@@ -216,13 +258,13 @@ class Evidence:
         return known
 
     def difference(self, rows: pd.DataFrame, model: str, baseline: str = "transformer") -> Interval:
-        """Mean over seeds of model - baseline, paired by seed; raises `InsufficientEvidence` where a model has no such number."""
+        """Return the mean of model - baseline, paired by seed; raises `InsufficientEvidence` if one has no value."""
         return paired_seeds(*(self.by_seed(self.known(rows, name), name) for name in (model, baseline)))
 
     def differences(self, rows: pd.DataFrame, model: str, baselines: Iterable[str]) -> dict[str, Interval]:
-        """`difference` from each of those baselines that are here, by name, but for those with which the model shares no seed.
+        """Return the `difference` from each baseline that shares a seed with the model, by name.
 
-        Raises `InsufficientEvidence` where it shares none with any.
+        Raises `InsufficientEvidence` if the model shares no seed with any of them.
         """
         found = {name: self.difference(rows, model, name) for name in baselines if name in self.models}
         paired = {name: interval for name, interval in found.items() if interval.n}
@@ -231,10 +273,10 @@ class Evidence:
         return paired
 
     def losses(self) -> pd.DataFrame:
-        """Final validation loss of each run and domain; from training, else from the measured loss.
+        """Return the final validation loss of each run and domain, from training or else from the measured loss.
 
-        Columns run, model, seed, data, value; NaN for a run whose training wrote less than others of as many steps did, since its
-        last loss is not of their step. Raises `InsufficientEvidence` where no run has one.
+        Columns are run, model, seed, data, lr, tokens and value. The value is NaN if the run's telemetry ends before that of other runs
+        with as many steps. Raises `InsufficientEvidence` if no run has a loss.
         """
         written = self.written("validation_loss")
         measured = self.records("loss")
@@ -250,20 +292,23 @@ class Evidence:
         return rows.drop(columns=["step", "steps"]).assign(value=rows["value"].astype(float).mask(early))
 
     def curves(self) -> dict[str, pd.Series]:
-        """Validation loss over the steps of each run, domains averaged."""
+        """Return the validation loss of each run by step, averaged over domains."""
         runs = self.written("validation_loss").groupby("run")
         series = {run: rows.groupby("step")["value"].mean().sort_index() for run, rows in runs}
         return {str(run): curve.set_axis(curve.index.astype(int)).astype(float) for run, curve in series.items()}
 
     def beyond_init(self, last: pd.DataFrame, first: pd.DataFrame, model: str) -> Interval:
-        """How much more a quantity changed from random init to the trained model than the Transformer's, paired by seed."""
+        """Return how much more a quantity changed during training than in the Transformer, paired by seed."""
         return paired_seeds(*(self.by_seed(last, m) - self.by_seed(first, m) for m in (model, "transformer")))
 
     def at_equal_loss(self, rows: pd.DataFrame, model: str, baseline: str = "transformer") -> Interval:
-        """Difference of a quantity between checkpoints of equal validation loss, paired by seed.
+        """Return the difference of a quantity between checkpoints of equal validation loss, paired by seed.
 
-        `rows`: the quantity at all measured checkpoints; per seed the loss is the lowest both have reached. n counts seeds in
-        which both have checkpoints around it; a seed whose loss is reached before the second checkpoint counts for nothing.
+        The loss is the lowest that both runs of a seed reached. A seed counts only if both runs have checkpoints before and after that
+        loss.
+
+        Args:
+            rows: The quantity at all measured checkpoints.
         """
         curves, pairs = self.curves(), {}
         for seed, mine in self.runs.groupby("seed"):
@@ -279,9 +324,12 @@ class Evidence:
         return paired_seeds(frame["model"], frame["baseline"])
 
     def at_common_loss(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """A quantity by run, seed and layer where each run had the lowest loss that all runs of its seed have reached.
+        """Return a quantity by run, seed and layer at the lowest loss that all runs of a seed reached.
 
-        `rows`: the quantity at all measured checkpoints. Runs without a loss or without checkpoints around it are left out.
+        Runs without a loss, or without checkpoints before and after it, are left out.
+
+        Args:
+            rows: The quantity at all measured checkpoints.
         """
         curves, matched = self.curves(), []
         for seed, mine in self.runs.groupby("seed"):
@@ -301,7 +349,7 @@ class Evidence:
 
 
 def sound(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows themselves; raises `InsufficientEvidence` where a number is NaN or infinite."""
+    """Return the rows unchanged; raises `InsufficientEvidence` for a NaN or infinite value."""
     broken = sorted(set(rows.loc[~np.isfinite(rows["value"].astype(float)), "run"]))
     if broken:
         why = "is not a number in {}: broken weights, or too few documents."
@@ -313,19 +361,25 @@ def sound(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_last_step(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of each run's last step, and those without a step."""
+    """Return the rows of each run's last step, and those without a step."""
     return rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
 
 
+def best_rates(losses: pd.DataFrame) -> dict[str, float]:
+    """Return the learning rate with the lowest mean loss of each model; a rate with an unknown loss never wins."""
+    means = losses.groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
+    return {str(model): float(rate) for model, rate in means[np.isfinite(means)].groupby("model").idxmin()}
+
+
 def deep_layers(rows: pd.DataFrame, n_layers: int) -> pd.DataFrame:
-    """Rows of the later half of the layers."""
+    """Return the rows of the later half of the layers."""
     return rows[rows["layer"] >= math.ceil(n_layers / 2)]
 
 
 def model_mean(rows: pd.DataFrame) -> Interval:
-    """Mean of one model's rows: over seeds where there are three, else with the errors over documents, which decide nothing.
+    """Return the mean of one model's rows with its interval.
 
-    n then counts documents. Rows are averaged with independent errors.
+    The interval is over seeds if there are three or more. Otherwise it is over documents (n counts these), and decides nothing.
     """
     seeds = sound(rows).groupby("seed", dropna=False)["value"].mean().astype(float)
     if len(seeds) >= MIN_SEEDS:

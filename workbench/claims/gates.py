@@ -62,9 +62,11 @@ def _beside_sinks(
     also: Measured | None = None,
     keep: bool = False,
 ) -> Verdict:
-    """Verdict on numbers of each model that is here, all below 0 where vanilla has sinks; with `keep` only where it has them too.
+    """Judge numbers of each model, all expected below 0, if the Transformer has sinks.
 
-    `also`: what must be above 0 before anything is supported.
+    Args:
+        also: Numbers that must be above 0 before the claim is supported.
+        keep: Whether the models must have sinks too.
     """
     pair = evidence.measured().comparable("transformer", models)
     here = [model for model in models if model in pair.models]

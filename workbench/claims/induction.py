@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.registry import SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import listed, model_name, seeds_note
-from workbench.statistics.censored import compare_steps
+from workbench.statistics.censored import censored, compare_steps
 from workbench.statistics.formation import formation_steps
 from workbench.statistics.intervals import Interval
 
@@ -56,11 +56,11 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
 
 
 def copying_steps(race: Evidence) -> dict[str, pd.DataFrame]:
-    """Step of learning to copy by model and seed: `at`, the last step where it is not learned, and `formed`."""
+    """Return the step of learning to copy by model, indexed by seed (see `censored`)."""
     copying = race.telemetry("copy_loss")
     if copying.empty:
         raise InsufficientEvidence("The copy loss of these runs was not written down.")
     steps = formation_steps(copying)
-    at, formed = steps["formation_step"].fillna(steps["last_step"]).astype(float), steps["formation_step"].notna()
-    steps = steps.assign(at=at, formed=formed).merge(race.runs[["run", "model"]], on="run")
+    table = censored(steps["formation_step"], steps["last_step"])
+    steps = steps.assign(at=table["at"], formed=table["formed"]).merge(race.runs[["run", "model"]], on="run")
     return {str(m): rows.groupby("seed").agg({"at": "mean", "formed": "all"}) for m, rows in steps.groupby("model")}

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from workbench.claims.evidence import Evidence, at_last_step
+from workbench.claims.budget import TESTED, tokens_per_parameter
+from workbench.claims.evidence import Evidence, at_last_step, best_rates
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, listed, model_name, numbers, seeds_note, share
@@ -20,6 +21,7 @@ from workbench.statistics.scaling import saved_share, savings_intervals
 MAJORITY = 0.5  # the share of them in which the loss must be lower
 RELATIVES = ("neutreno", "denseformer")
 SLOWER = 0.05  # of the step time, before it counts as slower
+MARKS = (1, 2.5, 5, 10, 20, 40)  # training tokens per parameter
 LARGER = 0.02  # share of more parameters, from which on a lower loss may be theirs
 
 
@@ -42,6 +44,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
     domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
     saved, reached = _reached(pair, model)
+    reached += _course(pair, model)
     sentence = (
         f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
         f"{len(domains)} domains{_same_documents(pair, model)}{reached}{told}; {tuning}."
@@ -55,7 +58,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
 def beside_scaled(
     pair: Evidence, rows: pd.DataFrame, model: str, unit: str = "nats"
 ) -> tuple[dict[str, Interval], str]:
-    """Return the difference of the model's numbers to those of the control with halved values, by name, and in words."""
+    """Return the difference from the control with halved values, by name and in words."""
     if SCALED not in pair.models:
         return {}, f"; the control, {model_name(SCALED)}, was not trained"
     name, minus = f"minus {model_name(SCALED)}", pair.difference(rows, model, SCALED)
@@ -64,10 +67,10 @@ def beside_scaled(
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the learning rates of a comparison were chosen: among how many, on which other seeds, and whose are at an end."""
+    """How learning rates were chosen: number of rates, seeds of the choice, and models whose best rate is an extreme of the grid."""
 
     rates: int
-    seeds: tuple[int, ...] = ()
+    seeds: tuple[object, ...] = ()
     edges: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -79,11 +82,16 @@ class Tuning:
 
 
 def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, Tuning]:
-    """Runs of the first model of each wanted group (and of `also`) at its best of the rates that all share, and how it was chosen.
+    """Return runs of each model at its best learning rate, and how the rates were chosen.
 
-    Where they share fewer than `RATES`, runs of one rate. The best has the lowest mean loss; every model chooses among the same
-    rates, so that the choice favours none. Where some seeds have all rates of all models and at least three others the best ones
-    alone, the first choose and only the others are compared.
+    The best rate has the lowest mean loss, among rates that all models share. If some seeds have all rates of all models, and three others
+    have the best ones, the first seeds choose and the others are compared. With fewer than `RATES` shared rates, runs of equal rates or of
+    rates chosen in another sweep are compared.
+
+    Args:
+        text: Evidence on text.
+        wanted: Names of models; the first with runs of each tuple is used.
+        also: Further models.
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
@@ -91,17 +99,21 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"]) for name in names]
     shared = set.intersection(*rates)
     if len(shared) < RATES:
-        control = also[0] if also else None
-        return text.comparable(*wanted, control=control), Tuning(len(shared))
+        pair = text.comparable(*wanted, control=also[0] if also else None)
+        if "rates" not in pair.runs:
+            return pair, Tuning(len(shared))
+        first = pair.runs.iloc[0]
+        extreme = pair.runs.loc[pair.runs["edge"] & pair.runs["model"].isin(names), "model"].unique()
+        return pair, Tuning(int(first["rates"]), (first["chosen_on"],), tuple(map(model_name, extreme)))
     sweep = text.comparable(*wanted, ignoring=("lr",))
     losses, runs = sweep.losses(), sweep.runs
     tried = losses[losses["lr"].isin(shared) & losses["model"].isin(names)]
     every = tried.groupby("seed")[["model", "lr"]].apply(lambda rows: len(rows.drop_duplicates()))
     choosing = every.index[every == len(names) * len(shared)]
-    best = _best_rates(tried[tried["seed"].isin(choosing)])
+    best = best_rates(tried[tried["seed"].isin(choosing)])
     reported = runs[(runs["lr"] == runs["model"].map(best)) & ~runs["seed"].isin(choosing)]
     apart = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0).min() >= MIN_SEEDS
-    best = best if apart else _best_rates(tried)
+    best = best if apart else best_rates(tried)
     if missing := [name for name in names if name not in best]:
         raise InsufficientEvidence(f"The last loss of {listed(missing)} is unknown at every rate.")
     ends = (min(shared), max(shared))
@@ -110,16 +122,12 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     return sweep.of_runs(compared), Tuning(len(shared), tuple(map(int, choosing)) if apart else (), edges)
 
 
-def _best_rates(losses: pd.DataFrame) -> dict[str, float]:
-    """The rate of the lowest mean loss of each model; a rate with an unknown loss is never the best."""
-    means = losses.groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
-    return {str(model): float(rate) for model, rate in means[np.isfinite(means)].groupby("model").idxmin()}
-
-
 def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], note: str = "") -> Verdict:
-    """Whether every form of an architecture that is here ends at a lower loss than all rivals that are here, paired by seed.
+    """Judge whether every form of an architecture ends at a lower loss than all rivals, paired by seed.
 
-    `rivals`: each a name, or several of which one must be here. `note` follows the numbers.
+    Args:
+        rivals: Names of models; of several names in a tuple one is enough.
+        note: Appended to the numbers.
     """
     text = evidence.of_task("text")
     forms = [name for name in text.models if name.partition("[")[0] == model] or [model]
@@ -143,7 +151,7 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
 
 
 def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> Interval:
-    """Share of its steps that the model saves until the loss that both come down to, over seeds; below 0 where it needs more."""
+    """Return the share of steps saved until the loss that both models reach, over seeds; negative if more steps are needed."""
     curves, ratios = pair.curves(), []
     for _, rows in pair.runs.groupby("seed"):
         run = rows.groupby("model")["run"].first()
@@ -155,15 +163,34 @@ def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> In
 
 
 def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple[dict[str, Interval], str]:
-    """The steps saved, and in words; none inside decaying schedules, whose points are no final losses of shorter trainings."""
+    """Steps saved, as intervals and in words; none inside decaying schedules."""
     if (pair.runs["lr_final"] != 1.0).any() or not (saved := steps_saved(pair, model, baseline)).n:
         return {}, ""
     words = f"; the loss that both come down to is reached {share(saved)} of {model_name(baseline)}'s steps earlier"
     return {"share of steps saved" if baseline == "transformer" else f"{baseline}, share of steps saved": saved}, words
 
 
+def _course(pair: Evidence, model: str, baseline: str = "transformer") -> str:
+    """Mean difference of the losses during long trainings, by training tokens per parameter."""
+    budget = tokens_per_parameter(pair.runs)
+    if not budget >= TESTED:
+        return ""
+    curves, gaps = pair.curves(), []
+    for _, rows in pair.runs.groupby("seed"):
+        run = rows.groupby("model")["run"].first()
+        if {run.get(model), run.get(baseline)} <= curves.keys():
+            gaps.append((curves[run[model]] - curves[run[baseline]]).dropna())
+    if not gaps:
+        return ""
+    gap = pd.concat(gaps, axis=1).mean(axis=1)
+    gap.index = gap.index / gap.index[-1] * budget
+    marks = [mark for mark in MARKS if gap.index[gap.index > 0][0] <= mark < budget]
+    values = ", ".join(f"{np.interp(mark, gap.index, gap):+.3f} at {mark:g}" for mark in marks)
+    return f"; mean difference during training {values} tokens per parameter" if marks else ""
+
+
 def _same_documents(pair: Evidence, model: str) -> str:
-    """The difference over documents within the shared seeds, where both were measured on the same ones."""
+    """Difference over shared documents of shared seeds, in words."""
     documents = pair.samples("loss")
     rows = at_last_step(documents[documents["variant"].isna()])
     mine, base = (pair.of_model(rows, name) for name in (model, "transformer"))
@@ -174,7 +201,7 @@ def _same_documents(pair: Evidence, model: str) -> str:
 
 
 def _by_size(evidence: Evidence, model: str, size: str, baseline: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(method, baseline) tables of size and loss, each model at its best of the rates that both have at a size."""
+    """Tables (method, baseline) of size and loss, each model at its best learning rate of those that both have at a size."""
     losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
     losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
     losses = losses[losses["model"].isin([model, baseline])]
@@ -189,7 +216,7 @@ def _by_size(evidence: Evidence, model: str, size: str, baseline: str) -> tuple[
 
 
 def _saving(pair: Evidence, model: str, size: str) -> Verdict:
-    """The verdict on fewer `parameters` or `tokens` at equal loss, from every form of the curve."""
+    """Judge the share of parameters or tokens that is saved at equal loss, by every form of the curve."""
     shown = _savings(pair, model, size, "transformer")
     if not shown:
         raise InsufficientEvidence(f"The losses do not fall with the number of {size}, so no curve can be read.")
@@ -206,13 +233,12 @@ def _saving(pair: Evidence, model: str, size: str) -> Verdict:
 
 
 def _savings(pair: Evidence, model: str, size: str, baseline: str) -> dict[str, Interval]:
-    """The share of parameters or tokens that the model saves until the baseline's loss, by form of the curve."""
+    """Share of parameters or tokens saved at the baseline's loss, by form of the curve."""
     forms = savings_intervals(*_by_size(pair, model, size, baseline))
     return {name: i for name, i in forms.items() if not math.isnan(i.value)}
 
 
 def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
-    """How many sizes both models have."""
     both = [set(pair.runs.loc[pair.runs["model"] == m, size].dropna()) for m in (model, "transformer")]
     return len(both[0] & both[1])
 

@@ -43,7 +43,7 @@ def value_path_is_the_place(evidence: Evidence) -> Verdict:
 
 
 def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
-    """One row per fixed value residual: its model and the option's value."""
+    """Models of fixed value residuals with the value of one option."""
     runs = evidence.runs[evidence.runs["architecture"].isin(("resformer", "resformer_constant", "resformer_sparse"))]
     rows = runs.drop_duplicates("model")
     chosen = rows["options"].map(lambda text: json.loads(text).get(option))
@@ -106,7 +106,7 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:
-    """(comparison, late model, other model) of one residual in some layers alone: in as many early ones, and in all of them."""
+    """Comparisons (name, late model, other model) of residuals in late layers with early layers and with all layers."""
     chosen = _with_options(text, "layers")
     chosen = chosen[chosen["chosen"].map(lambda layers: isinstance(layers, list) and len(layers) > 1)]
     if chosen.empty:
@@ -126,7 +126,7 @@ def _placements(text: Evidence) -> list[tuple[str, str, str]]:
 
 
 def _slopes(evidence: Evidence, model: str) -> list[float]:
-    """Growth of the first layer's trained coefficients per layer, of each seed that wrote them down."""
+    """Growth of the first layer's trained coefficients per layer, by seed."""
     rows = evidence.of_model(evidence.written("coefficient"), model)
     rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
     return [

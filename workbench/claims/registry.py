@@ -1,4 +1,4 @@
-"""How a claim is registered: `@claim` on a pure function from the evidence of some runs to a verdict."""
+"""Registration of claims: `@claim` decorates a pure function from evidence to a verdict."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ SCALED = "values_scaled"
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim under test. `metrics` are measured for the runs of `models` (empty: all) at `steps`; `shows` is the figure.
+    """A claim: the function that judges it, what it needs, and what is published.
 
-    A claim on the `final_loss` is tested only by runs that meet the conditions of `budget`.
+    Args:
+        metrics: Metrics that are measured for it.
+        models: Architectures whose runs need them; all if empty.
+        steps: Checkpoints that need them.
+        shows: What its figure shows.
+        final_loss: Whether its runs must meet the conditions of `budget`.
     """
 
     function: Callable[[Evidence], Verdict]
@@ -47,7 +52,7 @@ class Claim:
 
     @property
     def question(self) -> str:
-        """The group it belongs to: its module's name."""
+        """Its question: the name of its module."""
         return self.function.__module__.rpartition(".")[-1]
 
     @property
@@ -56,12 +61,18 @@ class Claim:
         return " ".join((inspect.getdoc(self.function) or "").split())
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """The verdict of this evidence; what is missing is part of it, not raised. Every comparable setting is judged."""
+        """Return the verdict over all comparable settings; missing runs give a verdict too."""
         settings: list[pd.DataFrame] = []
         only = self._judge(replace(evidence, settings=settings))
         if len(settings) < 2:
             return only
         each = [self._judge(replace(evidence, settings=[], within=frozenset(rows["run"]))) for rows in settings]
+        untested = [verdict for verdict in each if verdict.status in ("gated", *DECIDED)]
+        if self.final_loss and untested and not any(math.isfinite(verdict.p) for verdict in each):
+            runs = evidence.runs.set_index("run")[["tokens", "parameters"]]
+            return max(
+                untested, key=lambda v: budget.tokens_per_parameter(runs.loc[list(v.runs)])
+            )  # the longest training
         return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
 
     def _judge(self, evidence: Evidence) -> Verdict:
@@ -86,25 +97,11 @@ class Claim:
 CLAIMS: dict[str, Claim] = {}
 
 
-def claim(
-    *,
-    supports: str,
-    refutes: str,
-    scale: str,
-    published: str,
-    source: str,
-    metrics: tuple[str, ...] = (),
-    models: tuple[str, ...] = (),
-    steps: str = "last",
-    shows: Mapping[str, Any] | None = None,
-    final_loss: bool = False,
-) -> Callable[[Callable[[Evidence], Verdict]], Callable[[Evidence], Verdict]]:
-    """Register a verdict function under its own name; its docstring is the claim's full text. A taken name raises."""
+def claim(**facts: Any) -> Callable[[Callable[[Evidence], Verdict]], Callable[[Evidence], Verdict]]:
+    """Register a function as a claim with the facts of `Claim`; its docstring is the claim's text. Raises `ValueError` for a taken name."""
 
     def register(function: Callable[[Evidence], Verdict]) -> Callable[[Evidence], Verdict]:
-        made = Claim(
-            function, supports, refutes, scale, published, source, metrics, models, steps, shows or {}, final_loss
-        )
+        made = Claim(function, **facts)
         if made.name in CLAIMS:
             raise ValueError(f"claim {made.name!r} is registered already")
         CLAIMS[made.name] = made

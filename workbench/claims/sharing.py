@@ -52,7 +52,6 @@ def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
 
 
 def _minus_each(intervals: dict[str, Interval], *, notes: bool = False) -> str:
-    """What remains after each other model's number, in words."""
     return numbers({f"- {model_name(name)}": i for name, i in intervals.items()}, notes=notes)
 
 
@@ -99,7 +98,7 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
 
 
 def _growth(crossings: dict[float, pd.Series]) -> dict[str, Interval]:
-    """The power of the length with which each seed's crossing moves, over seeds; nothing for one length."""
+    """Exponent of the sequence length in the step of the crossing, over seeds; empty for one length."""
     if len(crossings) < 2:
         return {}
     lengths, steps = np.log(list(crossings)), np.log(pd.DataFrame(crossings).dropna().to_numpy())
@@ -107,7 +106,7 @@ def _growth(crossings: dict[float, pd.Series]) -> dict[str, Interval]:
 
 
 def _races(pair: Evidence) -> pd.DataFrame:
-    """By seed: mean relative loss of the first third, the crossing's step and cumulative learning rate (NaN where there is none)."""
+    """Early lead, step of the crossing and its cumulative learning rate, by seed (NaN without a crossing)."""
     losses, rates, races = pair.written("train_loss"), pair.written("learning_rate"), {}
     steps = int(pair.runs["steps"].max())
     window = min(WINDOW, max(steps // 10, 1))

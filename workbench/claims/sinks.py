@@ -16,7 +16,7 @@ from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import model_name, numbers
 from workbench.errors import WorkbenchError
-from workbench.statistics.censored import compare_steps
+from workbench.statistics.censored import censored, compare_steps, formed_in, median_in_words
 from workbench.statistics.formation import sink_step
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS, sink_kind
@@ -32,10 +32,10 @@ METHODS = ("resformer", "svformer", "resformer_constant", "resformer_learnable",
 
 
 def need_sinks(evidence: Evidence) -> str:
-    """What sinks the vanilla model has, in words; raises `InsufficientEvidence` as gated where it has none, or too few seeds tell.
+    """Return the Transformer's sinks in words; raises `InsufficientEvidence` (gated) without sinks or with too few seeds.
 
-    The floors are set beforehand, on the strongest head's sink mass and on the sink rate at 64 tokens; not on concentration,
-    which local and content heads move without any sink.
+    The thresholds are fixed: the strongest head's sink mass, and the sink rate at 64 tokens. Concentration is no criterion, since local and
+    content heads concentrate without a sink.
     """
     heads = strongest_mass(evidence, "transformer")
     masses = evidence.records("sink_mass")
@@ -59,15 +59,15 @@ def need_sinks(evidence: Evidence) -> str:
 
 
 def strongest_mass(evidence: Evidence, model: str) -> pd.Series:
-    """Sink mass of a model's strongest head at its last step, by seed."""
+    """Return the sink mass of a model's strongest head at the last step, by seed."""
     mass = evidence.known(evidence.rows("sink_mass"), model)
     return mass.groupby(["seed", "layer", "head"])["value"].mean().groupby("seed").max()
 
 
 def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFrame:
-    """What each head's sink does, `none`, `no-op`, `broadcast` or `mixed` (see `sink_kind`): run, seed, layer, head, kind.
+    """Return what each head's sink does (`sink_kind` of means over documents), with run, seed, layer and head.
 
-    From means over documents. Raises `InsufficientEvidence` where `sink_output` is not measured.
+    Raises `InsufficientEvidence` if `sink_output` is not measured.
     """
     rows = evidence.of_model(evidence.rows("sink_output", step=step, variant=...), model)
     if rows.empty:
@@ -80,7 +80,7 @@ def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFra
 
 
 def _kinds(evidence: Evidence, models: Sequence[str]) -> tuple[str, pd.DataFrame]:
-    """Heads of each model by what their sinks do, in words and as mean numbers of heads over seeds; empty where not measured."""
+    """Mean number of heads by kind of sink, in words and as a table; empty if not measured."""
     parts, tables = [], []
     for model in models:
         try:
@@ -102,7 +102,7 @@ def _kinds(evidence: Evidence, models: Sequence[str]) -> tuple[str, pd.DataFrame
 def gated(
     evidence: Evidence, measured: Callable[[], Mapping[str, Interval]], unit: str
 ) -> tuple[str, Mapping[str, Interval]]:
-    """What sinks there are, in words, and a claim's numbers; where none formed, the numbers stand beside the reason, untested."""
+    """Return the sinks in words and a claim's numbers; without sinks the numbers go into the gated verdict."""
     try:
         return need_sinks(evidence), measured()
     except InsufficientEvidence as reason:
@@ -119,8 +119,8 @@ def gated(
 def logarithms(evidence: Evidence, metric: str, model: str, *, step: str = "last", **axes: Any) -> pd.DataFrame:
     """Return natural logarithms of a ratio's records for the Transformer and a model, in all layers after the first.
 
-    The layers are fixed and the sign is kept: a layer chosen on the same runs, or a distance from 0 of each run, would favour the
-    model whose numbers spread more.
+    The layers are fixed and the sign is preserved. A layer selected on the same runs, or a distance from 0 of each run, would favour the
+    model with the wider spread.
     """
     rows = evidence.of_models(["transformer", model]).rows(metric, step=step, **axes)  # of other models it may be 0
     return rows[rows["layer"] > 0].assign(value=lambda r: np.log(r["value"].astype(float)))
@@ -211,11 +211,11 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     later = {model_name(n): compare_steps(s, steps["transformer"]) for n, s in steps.items() if n != "transformer"}
     after = compare_steps(*(_since(steps[name], copied[name]) for name in ("svformer", "transformer")))
     first = later.pop(model_name("svformer"))
-    told = [f"{model_name(n)} {s['at'].median():.0f} ({_formed(s)} seeds formed one)" for n, s in steps.items()]
+    told = [f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one)" for n, s in steps.items()]
     sentence = (
-        f"Step at which the strongest head's sink mass passes one half, middle seed: {'; '.join(told)}. SVFormer minus Transformer "
-        f"{first} steps, counted from the step of learning to copy {after}; a run without a sink counts with its last step, "
-        f"{pair.runs['steps'].max()}, and is compared by a log-rank test."
+        f"Step at which the strongest head's sink mass passes one half, median: {'; '.join(told)}. SVFormer minus Transformer "
+        f"{first} steps, counted from the step of learning to copy {after}. If a run forms no sink, these are differences of means "
+        f"restricted to the {pair.runs['steps'].max()} steps of training, with the p-value of a log-rank test."
     )
     return judged(
         {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,
@@ -224,44 +224,38 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
 
 
 def _strongest(pair: Evidence) -> pd.DataFrame:
-    """Sink mass of each run's strongest head at its last step."""
+    """Sink mass of each run's strongest head at the last step."""
     rows = pair.rows("sink_mass")
     heads = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
     return heads.loc[heads.groupby("run")["value"].idxmax()].assign(metric="sink_mass")
 
 
-def _formed(steps: pd.DataFrame) -> str:
-    """In how many of the seeds a sink formed."""
-    return f"{steps['formed'].sum()} of {len(steps)}"
-
-
 def _in_most(steps: pd.DataFrame) -> bool:
-    """Whether a sink formed in more than half of the seeds."""
     return bool(steps["formed"].mean() > 1 / 2)
 
 
 def _since(steps: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Steps counted from others of the same run."""
+    """Steps counted from other steps of the same run."""
     return steps.assign(at=steps["at"] - others["at"], formed=steps["formed"] & others["formed"])
 
 
 def _need_one_half(steps: pd.DataFrame, what: str) -> None:
-    """Raise `InsufficientEvidence` as gated where vanilla forms no sink that something could delay or prevent."""
+    """Raise `InsufficientEvidence` (gated) if the Transformer forms no sink."""
     if not _in_most(steps):
         raise InsufficientEvidence(
-            f"Vanilla's strongest head passes one half in {_formed(steps)} seeds: nothing to {what}.",
+            f"Vanilla's strongest head passes one half in {formed_in(steps)} seeds: nothing to {what}.",
             "gated",
         )
 
 
 def _sink_steps(pair: Evidence, model: str) -> pd.DataFrame:
-    """The step of one half by seed: `at`, the last step where no sink formed, and `formed`."""
+    """Step at which the sink mass passes one half, by seed (see `censored`)."""
     rows = pair.known(pair.rows("sink_mass", step="all"), model)
     try:
         steps = pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
     except WorkbenchError as error:
         raise InsufficientEvidence(f"{model_name(model)}: {error}.") from None
-    return pd.DataFrame({"at": steps.fillna(float(pair.runs["steps"].max())), "formed": steps.notna()})
+    return censored(steps, pd.Series(float(pair.runs["steps"].max()), steps.index))
 
 
 @claim(
@@ -279,7 +273,7 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
     _need_one_half(steps["transformer"], "prevent")
     less = pair.difference(_strongest(pair), "gated_attention")
-    told = "; ".join(f"{model_name(n)} forms a sink in {_formed(s)} seeds" for n, s in steps.items())
+    told = "; ".join(f"{model_name(n)} forms a sink in {formed_in(s)} seeds" for n, s in steps.items())
     sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
     doubt = _in_most(steps["gated_attention"])
     return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)
@@ -302,11 +296,11 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
     less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), compare_steps(steps[AT_ZERO], steps["transformer"])
     copied = copying_steps(pair)
     told = "; ".join(
-        f"{model_name(n)} {s['at'].median():.0f} ({_formed(s)} seeds formed one, copying learned by {copied[n]['at'].median():.0f})"
+        f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one, copying learned by {median_in_words(copied[n])})"
         for n, s in steps.items()
     )
     sentence = (
-        f"Step of one half, middle seed: {told}. The strongest head's sink mass at the end with all values of one norm, minus that "
+        f"Step of one half, median: {told}. The strongest head's sink mass at the end with all values of one norm, minus that "
         f"with all but the start's: {less}{_ratios(pair)}. With the start's value at zero minus the Transformer: {sooner} steps."
     )
     intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": "steps"}
@@ -314,7 +308,7 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
 
 
 def _ratios(pair: Evidence) -> str:
-    """How large the start's value ends beside the others' in both arms, where that was measured."""
+    """Norm of the start's value relative to others in both arms, in words; empty if not measured."""
     with contextlib.suppress(InsufficientEvidence):
         rows = pair.rows("value_drain", site="own_v")
         ends = {name: pair.known(rows, name).groupby("layer")["value"].mean() for name in (EVEN, UNEVEN)}

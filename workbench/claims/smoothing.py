@@ -49,7 +49,7 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
 
 
 def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:
-    """The entropy of importance; without position 0 that of the rest, up to a constant: minus the profile's and the content's parts."""
+    """Entropy of importance; without position 0 it is minus the profile and content parts, up to a constant."""
     if variant is None:
         return mine.rows("importance_entropy", step=step)
     parts = mine.rows("concentration_parts", step=step, variant=...)
@@ -62,7 +62,7 @@ def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:
 
 
 def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
-    """Spearman's rank correlation over (model, layer) within each seed, then over seeds."""
+    """Spearman's rank correlation over (model, layer) within each seed, then its mean over seeds."""
     keys = ["run", "seed", "layer"]
     both = entropy[[*keys, "value"]].merge(similarity[[*keys, "value"]], on=keys, suffixes=("_e", "_s"))
     parts = [rows for _, rows in both.groupby("seed") if len(rows) >= POINTS and rows["value_e"].nunique() > 1]
@@ -101,10 +101,10 @@ def value_residuals_smooth_less(evidence: Evidence) -> Verdict:
 
 
 def _smooths_less(evidence: Evidence, models: Sequence[str], *, control: bool = False) -> Verdict:
-    """Whether the tokens of the first of these models that is here are less alike after training than vanilla's.
+    """Judge whether a model's tokens are less alike after training than the Transformer's.
 
-    The difference at random init is not subtracted: architectures start from different similarities, so that models whose trained
-    tokens are equally alike would differ by what they started with.
+    The difference at random init is not subtracted. Architectures start from different similarities, so models with equally similar trained
+    tokens would then differ.
     """
     pair = evidence.of_task("text").comparable("transformer", models, control=SCALED)
     model = pair.first_of(models)

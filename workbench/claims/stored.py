@@ -1,4 +1,4 @@
-"""The evidence that runs hold already, nothing being measured: each table is read once, a metric's rows are made when asked for."""
+"""Evidence from stored records and telemetry, without measuring; rows of a metric are read when a claim asks for them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def stored(
     entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, *,
     record_cache: RecordCache | None = None, telemetry_cache: TelemetryCache | None = None,
 ) -> tuple[Evidence, dict[str, str]]:  # fmt: skip
-    """The evidence of runs, and why some of them hold none.
+    """Return the evidence of runs, and why some runs have none.
 
-    `progress` is called with (done, all); the caches are where a dashboard has read them before.
+    Args:
+        progress: Called with (done, total).
+        record_cache: Records that were read before.
+        telemetry_cache: Telemetry that was read before.
     """
     kept, told = record_cache or RecordCache(), telemetry_cache or TelemetryCache()
     rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()
@@ -85,7 +88,7 @@ def _evidence(
 
 
 def _runs_with(entries: Sequence[Entry], cache: TableCache) -> dict[str, set[str]]:
-    """Metric -> names of the runs that have it."""
+    """Names of the runs that have a metric, by metric."""
     runs: dict[str, set[str]] = {}
     for entry in entries:
         for metric in cache.metrics([entry]):
@@ -94,7 +97,7 @@ def _runs_with(entries: Sequence[Entry], cache: TableCache) -> dict[str, set[str
 
 
 def _marks(entries: Sequence[Entry], kept: RecordCache, told: TelemetryCache) -> Iterator[tuple[str, str]]:
-    """What tells each run apart: what training wrote down, of runs without that their records."""
+    """Marks of runs that only their copies share, see `told_apart`."""
     for begin in range(0, len(entries), AT_ONCE):
         part = entries[begin : begin + AT_ONCE]
         losses = told.rows(part, [name for name in TELEMETRY if name.endswith("_loss")])[0]

@@ -46,7 +46,7 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
 
 
 def _refuse_weak(records: pd.DataFrame) -> None:
-    """Raise `InsufficientEvidence` where the probe misses what is there for certain: the first layer's own values name their token."""
+    """Raise `InsufficientEvidence` if the probe cannot read the token off the first layer's own values, which determine it."""
     reached = records[records["variant"] == "of_ceiling"]
     reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
     weak = reached[reached["value"] < REACHED]
@@ -114,7 +114,7 @@ def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
 
 
 def _kept(change: pd.DataFrame) -> pd.DataFrame:
-    """1 - change(token mean) / change(zero) of each run, with its error over documents."""
+    """1 - cost(token mean) / cost(zero) of each run, with its error over documents."""
     # one document has no standard error, whose column must be there nevertheless
     wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
     if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):

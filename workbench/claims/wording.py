@@ -1,4 +1,4 @@
-"""Names, lists, settings and numbers as the sentences of verdicts write them."""
+"""Words for models, settings and numbers in the sentences of verdicts."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ WORDS = {
 
 
 def seeds_note(interval: Interval) -> str:
-    """A remark where seeds are too few to decide."""
+    """Return a note if seeds are too few to decide, else nothing."""
     return f" ({interval.n} of the {MIN_SEEDS} seeds needed)" if interval.n < MIN_SEEDS else ""
 
 
 def numbers(intervals: Mapping[Any, Interval], between: str = "; ", *, notes: bool = False) -> str:
-    """Named intervals in a row, each with the remark of `seeds_note` where wanted."""
+    """Return named intervals as a list, with `seeds_note` if asked."""
     return between.join(f"{name} {i}{seeds_note(i) if notes else ''}" for name, i in intervals.items())
 
 
 def share(interval: Interval) -> str:
-    """An interval of shares in per cent."""
+    """Return an interval of shares in per cent."""
     if math.isnan(interval.low):
         return f"{interval.value:.1%} (one seed: no interval)"
     return f"{interval.value:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
 def model_name(model: str) -> str:
-    """A model's name as people read it, options kept."""
+    """Return the label of a model with its options."""
     base, bracket, options = model.partition("[")
     return f"{label(base).removesuffix(CONTROL)}{bracket}{options}"
 
 
 def setting_of(runs: pd.DataFrame) -> str:
-    """What the compared runs have in common, in words; a range where they differ. Empty for no runs."""
+    """Return what the compared runs have in common in words, with ranges for what differs; empty for no runs."""
     seeds = runs.groupby("model")["seed"].nunique()
     least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
     many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
@@ -57,24 +57,36 @@ def setting_of(runs: pd.DataFrame) -> str:
 
 
 def dtypes_of(found: Sequence[str]) -> str:
-    """What records were measured in, to follow a setting; empty where nothing says so."""
+    """Return the data types of records in words; empty if unknown."""
     return f", measured in {listed(found)}" if found else ""
 
 
 def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
-    """What tells each of several settings (tables of what is alike in them) from the others, in words."""
-    columns = [c for c in settings[0].columns if all(rows[c].nunique(dropna=False) == 1 for rows in settings)]
-    firsts = [rows.iloc[0] for rows in settings]
-    differ = [c for c in columns if len({str(first[c]) for first in firsts}) > 1]
-    return [", ".join(WORDS.get(c, c.replace("_", " ") + " {}").format(first[c]) for c in differ) for first in firsts]
+    """Return in words how each of several settings differs from the others."""
+    alike = [{str(c): rows[c].iloc[0] for c in rows if rows[c].nunique(dropna=False) == 1} for rows in settings]
+    columns = [c for c in map(str, settings[0]) if all(c in setting for setting in alike)]
+    differ = [c for c in columns if len({str(setting[c]) for setting in alike}) > 1]
+    names = [
+        ", ".join(WORDS.get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ) for setting in alike
+    ]
+    if len(set(names)) < len(
+        names
+    ):  # settings that differ in the learning rate, one of them with a rate for each model
+        rates = [
+            WORDS["lr"].format(setting["lr"]) if "lr" in setting else "each model at its own rate" for setting in alike
+        ]
+        names = [", ".join(filter(None, pair)) for pair in zip(names, rates, strict=True)]
+    return names
 
 
 def scope_of(runs: pd.DataFrame) -> str:
-    """How far a comparison of losses reaches: a model's best rate is known only where several were tried with each."""
+    """Return the limit of a comparison of losses with fewer than `RATES` learning rates; empty if there is none."""
+    if "rates" in runs and runs["rates"].notna().all():  # each at the best of a sweep of other seeds
+        return ""
     rates = int(runs.groupby("model")["lr"].nunique().min()) if len(runs) else RATES
     return "" if rates >= RATES else "at this one learning rate" if rates == 1 else f"at {rates} learning rates"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names with commas and an `and`."""
+    """Return names joined with commas and `and`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "nothing"

@@ -1,4 +1,4 @@
-"""Loss curves of two runs compared: at equal loss, at equal step, and where one overtakes the other."""
+"""Comparison of two loss curves: at equal loss, at equal step, and where they cross."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = 100  # steps of the moving average, and those a crossing must last (Zho
 
 
 def step_at_loss(curve: pd.Series, loss: float) -> float:
-    """First step at which a loss curve (indexed by step) has come down to `loss`, linear between its points; else NaN."""
+    """Return the first step at which a loss curve (indexed by step) reaches `loss`, interpolated linearly; else NaN."""
     steps, values = curve.index.to_numpy(dtype=float), curve.to_numpy(dtype=float)
     reached = np.flatnonzero(values <= loss)
     if not len(reached):
@@ -25,9 +25,9 @@ def step_at_loss(curve: pd.Series, loss: float) -> float:
 
 
 def at_equal_loss(values: pd.Series, curve: pd.Series, loss: float) -> float:
-    """A quantity measured at checkpoints (indexed by step), read where the run's loss first came down to `loss`.
+    """Return a quantity of checkpoints (indexed by step) at the step where the run's loss first reaches `loss`.
 
-    Linear in the step between the two neighbouring checkpoints; NaN where the loss is not reached between checkpoints.
+    The value is interpolated between the two neighbouring checkpoints. It is NaN if the loss is not reached between checkpoints.
     """
     step, known = step_at_loss(curve, loss), values.sort_index()
     steps = known.index.to_numpy(dtype=float)
@@ -37,18 +37,18 @@ def at_equal_loss(values: pd.Series, curve: pd.Series, loss: float) -> float:
 
 
 def common_loss(curves: Sequence[pd.Series]) -> float:
-    """The lowest loss that every run has reached."""
+    """Return the lowest loss that every run reached."""
     return max(float(curve.min()) for curve in curves)
 
 
 def relative_loss(method: pd.Series, baseline: pd.Series, window: int = WINDOW) -> pd.Series:
-    """Moving average of method - baseline at equal step, over whole windows only, labelled by each window's last step."""
+    """Return the moving average of method - baseline at equal steps, indexed by the last step of each full window."""
     change = (method - baseline).dropna().sort_index()
     return change.rolling(window).mean().dropna()
 
 
 def critical_point(relative: pd.Series, hold: int = WINDOW) -> int | None:
-    """First step after the minimum at which the relative loss is 0 or above and stays so for `hold` points; else None."""
+    """Return the first step after the minimum from which the relative loss is at least 0 for `hold` points; else None."""
     after = relative.loc[relative.idxmin() :] if len(relative) else relative
     above = (after.to_numpy() >= 0).astype(int)
     if len(above) < hold:
@@ -58,9 +58,9 @@ def critical_point(relative: pd.Series, hold: int = WINDOW) -> int | None:
 
 
 def cumulative_rate(rates: pd.Series, step: float) -> float:
-    """Sum of the learning rates of all steps up to `step`, linear between those written down (indexed by step); NaN without any.
+    """Return the sum of the learning rates up to `step`, interpolated between logged steps; NaN without any.
 
-    Where runs of different schedules cross is compared on this axis (Zhou et al. 2024, the critical point of SVFormer).
+    Crossings of runs with different schedules are compared on this axis (Zhou et al. 2024).
     """
     known = rates.dropna().sort_index()
     if not len(known) or math.isnan(step) or step < known.index[0]:

@@ -1,4 +1,4 @@
-"""When a head is an attention sink, and what its sink does: the thresholds that metrics, claims and reports share."""
+"""Thresholds of attention sinks, shared by metrics, claims and reports."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # this project's: greatest ratio, least
 
 
 def sink_kind(mass: float, ratio: float, spread: float) -> Literal["none", "no-op", "broadcast", "mixed"]:
-    """What a head's sink does, from the three numbers of `sink_output`; the last three thresholds are this project's own.
+    """Classify a head's sink from the three numbers of `sink_output`; the last three thresholds are this project's own.
 
-    `none`: mass up to 0.3, no sink. `no-op`: ratio up to 0.2, the sink writes little of what the head writes, so attention
-    rests there. `broadcast`: ratio from 0.5 on and spread up to 0.5, the head writes mostly one vector, to every position.
-    `mixed`: a sink between the two.
+    `none` has a mass up to 0.3. `no-op` has a ratio up to 0.2: the sink adds little to the head's output. `broadcast` has a ratio of 0.5 or
+    more and a spread up to 0.5: the head writes nearly the same vector at every position. `mixed` is any other sink.
     """
     if not mass > SINK_MASS:
         return "none"

@@ -10,7 +10,7 @@ unpacked("data/evidence")          # folder in the cache with the usual run fold
 unpacked("data/evidence/sinks")    # the study's folder in there
 
 A folder of packed studies stands for its copy as a URL stands for its mirror. The copy is made once for each content of the files, in
-a few seconds, and is never written to.
+a few seconds; only indexes are written to it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def pack(study: Path, infos: Mapping[str, Mapping[str, Any]], tables: Mapping[st
 
 
 def _study_of(path: Path) -> Path | None:
-    """The packed study that a path which does not exist here would lie in."""
+    """The packed study that contains a path which does not exist on disk."""
     return next((parent for parent in path.parents if parent.is_dir() and (parent / RUNS).is_file()), None)
 
 
@@ -137,7 +137,6 @@ def _counts(file: Path) -> bool:
 
 
 def _copy(root: Path) -> Path:
-    """The unpacked copy of a folder of packed studies; it is made if there is none."""
     root = root.resolve()
     stats = [(str(file), stat.st_mtime_ns, stat.st_size) for file in _files(root) for stat in [file.stat()]]
     key = (*stats, *_others(root))
@@ -148,7 +147,7 @@ def _copy(root: Path) -> Path:
 
 
 def _others(root: Path) -> list[str]:
-    """Folders beside the packed studies, such as studies of run folders; the copy has links to them."""
+    """Folders beside the packed studies; the copy links to them."""
     return sorted(p.name for p in root.iterdir() if p.is_dir() and p.name[0] != "." and not (p / RUNS).is_file())
 
 
@@ -197,7 +196,7 @@ def _unpack(root: Path, place: Path) -> None:
 
 
 def _unpack_study(study: Path, place: Path) -> None:
-    """Write the run folders of a study; damaged files become damaged files of its runs, which readers name."""
+    """Write the run folders of a study; damaged files become damaged files of its runs, which readers report."""
     try:
         infos = _runs(study)
     except BadCheckpoint:
@@ -210,8 +209,9 @@ def _unpack_study(study: Path, place: Path) -> None:
     for kind, inside in TABLES.items():
         if (file := study / f"{kind}.parquet").is_file():
             for name, table in _by_run(file, infos):
-                last = info.get("steps", 0) if isinstance(info := infos[name].get("train"), dict) else 0
-                _write(table, place / name / inside.format(0, int(last)))
+                recipe = infos[name].get("train")
+                last = int(recipe.get("steps", 0)) if isinstance(recipe, dict) else 0
+                _write(table, place / name / inside.format(0, last))
     files = (
         part
         for file in _files(study.parent)
@@ -233,7 +233,7 @@ def _write(table: pa.Table | None, path: Path) -> None:
 
 
 def _by_run(file: Path, infos: Iterable[str]) -> Iterable[tuple[str, pa.Table | None]]:
-    """The rows of each run that has some; None for every run if the file is damaged."""
+    """Rows of each run that has some; None for every run if the file is damaged."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -256,9 +256,9 @@ def _names(study: Path) -> list[str]:
 
 
 def _runs(study: Path) -> dict[str, dict[str, Any]]:
-    """Contents of `run.json` by run; raises `BadCheckpoint` for a file that is damaged or names paths."""
+    """Contents of `run.json` by run; raises `BadCheckpoint` for a damaged file or an unsafe name."""
     infos = read_json(study / RUNS)
     for name, info in infos.items():
-        if Path(name).name != name or name.startswith(".") or not isinstance(info, dict):
+        if not name or Path(name).name != name or name.startswith(".") or not isinstance(info, dict):
             raise BadCheckpoint(f"{study / RUNS}: {name!r} is no run; copy the file again")
     return infos

@@ -76,7 +76,7 @@ def jobs(
 
 
 def ready(job: Job) -> bool:
-    """Whether a job's model is trained under these settings and measured, so that no process is needed to see it."""
+    """Return whether a job's model is trained with these settings and measured."""
     from workbench.runs.catalogue import DAMAGE
     from workbench.runs.records import load_records
     from workbench.runs.run import RUN_FILE, Run
@@ -98,7 +98,7 @@ def ready(job: Job) -> bool:
 
 
 def _measured(experiment: str) -> dict[str, str]:
-    """Metrics of an experiment's models, and at which of their steps."""
+    """Metrics of an experiment's models, with the steps they are measured at."""
     if experiment.startswith("sinks"):
         return dict.fromkeys(SINK_METRICS, "all")
     if experiment == "race":
@@ -107,7 +107,7 @@ def _measured(experiment: str) -> dict[str, str]:
 
 
 def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool, device: str | None) -> str:
-    """Train and measure one model and return its run's name; both steps go on where they were."""
+    """Train and measure one model, resuming both, and return its run's name."""
     import torch
 
     from workbench.measurement.measuring import measure
@@ -141,7 +141,7 @@ def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool,
 
 
 class Watch:
-    """Measures every checkpoint of a training as soon as it is there, so that its course can be watched."""
+    """Callback that measures each checkpoint of a training as soon as it is saved."""
 
     def __init__(self, path: Path, data: Any) -> None:
         self.path, self.data, self.seen = path, data, set[int]()

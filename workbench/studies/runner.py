@@ -1,4 +1,4 @@
-"""The runs of a study: trained in parallel, resumed, and compared over paired seeds with the baseline their file names."""
+"""Training of a study's runs, and the comparison of each model with the study's baseline over paired seeds."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """The run's folder."""
+        """Name of the run's folder."""
         return f"{'quick-' if self.quick else ''}{self.study.name}-{self.cell.folder}-s{self.seed}"
 
 
 def plan(study: Study, runs: Path, *, quick: bool = False, device: str | None = None) -> list[StudyRun]:
-    """All runs of a study, seed by seed, so that an interrupted one has compared all cells with some seeds."""
+    """Return all runs of a study, ordered by seed, so that an interrupted study has compared all cells on some seeds."""
     seeds = study.seeds[:QUICK_SEEDS] if quick else study.seeds
     cells = _at_best_rates(study, runs) if study.rates_from and not quick else study.cells
     return [StudyRun(study, cell, seed, str(runs), quick, device) for seed in seeds for cell in cells]
 
 
 def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
-    """The cells of a study at each model's best learning rate in the finished runs of the study that it names.
+    """Cells of a study at each model's best learning rate in the study that `rates_from` names.
 
-    Raises `WorkbenchError` where that study has reported seeds, or has not tried a model, or is not finished.
+    Raises `WorkbenchError` if that study shares seeds, lacks a model, or is not finished.
     """
     other = read_study(find_study(str(study.rates_from)))
     if shared := sorted(set(other.seeds) & set(study.seeds)):
@@ -88,7 +88,7 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
 
 
 def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
-    """The model and recipe of a run, small ones where it only has to be quick."""
+    """Return the model and the recipe of a run; small ones for a quick run."""
     preset, settings = PRESETS[run.study.preset], run.cell.settings
     vocabulary = {"d_vocab": run.data["d_vocab"]} if "d_vocab" in run.data else {}
     shape = preset.model.replace(**(vocabulary | dict(settings["model"])))
@@ -100,7 +100,7 @@ def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
 
 
 def prepare_data(run: StudyRun) -> dict[str, Any]:
-    """The description of a run's data and its vocabulary `d_vocab`; text is tokenised and kept beside the runs."""
+    """Return the description of a run's data, with its vocabulary `d_vocab`; texts are tokenised and stored beside the runs."""
     from workbench.checkpoints.hub import offline
     from workbench.data.sources import BackcopyData, RepeatedData, prepare
     from workbench.data.texts import is_dataset
@@ -129,7 +129,7 @@ def prepare_data(run: StudyRun) -> dict[str, Any]:
 
 
 def work(run: StudyRun) -> str:
-    """Train one run, or go on with it, and measure what the study asks for; returns the run's name."""
+    """Train one run (or resume it), measure what the study asks for, and return its name."""
     import torch
 
     from workbench.data.opening import open_data
@@ -161,9 +161,15 @@ def run_study(
     device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> pd.DataFrame:
-    """Train what is not there yet, where `workers` says (see `run_jobs`), and return one row per run; see `outcomes`.
+    """Train the missing runs of a study and return one row per run; see `outcomes`.
 
-    What fails is in column `failed`, the rest goes on. Ctrl-C stops after the step at hand; the same call goes on from there.
+    Failures are in column `failed` and do not stop the other runs. After Ctrl-C the same call resumes.
+
+    Args:
+        quick: Train tiny models for a few steps.
+        workers: Number of processes, or a cluster; see `run_jobs`.
+        device: Device of training and measurement.
+        progress: Called with the status after each run.
     """
     runs.mkdir(parents=True, exist_ok=True)
     planned = plan(study, runs, quick=quick, device=device)
@@ -176,7 +182,7 @@ def run_study(
 
 
 def _cost(run: StudyRun) -> float:
-    """Tokens times layers: enough to say how long it takes yet. A broken recipe costs nothing."""
+    """Tokens times layers, for the estimate of the remaining time."""
     try:
         model, recipe = sizes(run)
     except WorkbenchError:
@@ -185,7 +191,7 @@ def _cost(run: StudyRun) -> float:
 
 
 def _with_data(planned: Sequence[StudyRun], status: StatusFile) -> Iterator[tuple[int, StudyRun]]:
-    """(number, run with the description of its data); those whose data cannot be had are noted as failed."""
+    """Runs with the description of their data, and their positions; runs without data are noted as failed."""
     prepared: dict[str, dict[str, Any] | WorkbenchError] = {}
     for i, run in enumerate(planned):
         key = repr(run.cell.settings["data"])
@@ -203,8 +209,8 @@ def _with_data(planned: Sequence[StudyRun], status: StatusFile) -> Iterator[tupl
 def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, str]) -> pd.DataFrame:
     """Return one row per run with its outcomes.
 
-    Columns are model, grid axes as text, architecture, seed, run, step, validation_loss (nats, mean of the domains), formation_step,
-    sink_step if that is the study's outcome (both NaN if not reached by the last step), and failed.
+    Columns are model, grid axes as text, architecture, seed, run, step, validation_loss (nats, mean of the domains), formation_step and
+    failed, with sink_step if that is the study's outcome. Steps are NaN if they are not reached.
     """
     rows = []
     for run in planned:
@@ -231,9 +237,9 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per cell: the outcome over seeds, and the paired difference from the baseline with its verdict.
 
-    Columns are model, grid axes, outcome, n (runs that have it), mean, least, largest (mean and largest are NaN if a run did not reach
-    the step), difference, low, high (`compare_steps` for steps), verdict and failed. Verdicts are Holm-corrected over the table. If the
-    study has a `tuned` axis, one more row per model takes its best value of that axis, chosen by the mean.
+    Columns are model, grid axes, outcome, n (runs with an outcome), mean, least, largest, difference, low, high, verdict and failed. If a
+    run does not reach its step, mean and largest are NaN. Steps are compared by `compare_steps`. Verdicts are Holm-corrected over the
+    table. If the study has a `tuned` axis, one more row per model takes its best value of that axis, selected by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
     rows = [
@@ -301,7 +307,7 @@ def _compared(
 
 
 def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]:
-    """Write `NAME.parquet` (cells), `NAME-runs.parquet` (runs) and, where the study measures, `NAME-records.parquet`."""
+    """Write `NAME.parquet` (cells), `NAME-runs.parquet` (runs) and, if the study measures, `NAME-records.parquet`; return the files."""
     tables = {study.name: summary(study, frame), f"{study.name}-runs": frame}
     if study.measure.get("metrics"):
         tables[f"{study.name}-records"] = load_records([runs / name for name in frame[frame["failed"] == ""]["run"]])

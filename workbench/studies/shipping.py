@@ -1,11 +1,9 @@
-"""A finished study that ships: the folder of its runs without weights, or with some steps', which all that reads runs can read.
+"""Shipping of a finished study: its records and telemetry in a few files, or run folders with some steps' weights.
 
-    data/evidence/sinks/            sinks.toml, provenance.json
-    data/evidence/sinks/sinks-transformer-s2/    run.json, records/, telemetry/: one file each
-    data/models/models-transformer-s0/    also tokenizer.json, step_000512/ ...: weights in bfloat16, measured as they ship
+    data/evidence/sinks/                  the files of `storage.packed`
+    data/models/models-transformer-s0/    run folder with step_000512/ ...: bfloat16 weights, measured as they ship
 
-Values keep seven digits. Of what training wrote down the losses and coefficients stay, of values per document the loss at both
-ends: what claims and figures read.
+Values have seven digits. Losses and coefficients ship from the telemetry, and the loss of both ends from the values per document.
 """
 
 from __future__ import annotations
@@ -50,12 +48,21 @@ def ship(
     study: Study, file: Path, runs: Path, out: Path, *, questions: Sequence[str] | None = None, commit: str | None = None,
     weights: Sequence[int] = (), workers: Workers = 1, progress: Progress | None = None,
 ) -> Path:  # fmt: skip
-    """Write `out/<study>` from a study's finished runs and return it; what claims need of them is measured first.
+    """Measure what claims need of a study's finished runs, write `out/<study>`, and return it.
 
-    `questions`: whose claims, all unless given; of other metrics nothing ships, since a measuring that was stopped leaves them on some
-    runs only, and claims would compare those. `commit`: of the code that trained them, this one's unless given. `weights`: steps
-    whose weights ship too. Raises `WorkbenchError` where a run is not finished or lacks such a step, or where a metric is measured on
-    some of the runs that it is needed of.
+    Args:
+        study: The study.
+        file: Its TOML file.
+        runs: Folder in which it was trained.
+        out: Folder of shipped studies.
+        questions: Questions whose metrics ship; all by default. Other metrics are left out, since they may be measured on some runs only.
+        commit: Commit of the code that trained the runs; the current one by default.
+        weights: Steps whose weights ship too.
+        workers: Number of processes, or a cluster; see `run_jobs`.
+        progress: Called with (done, all, run) after each run.
+
+    Raises:
+        WorkbenchError: A run is not finished or lacks such a step, or a metric is measured on some of the runs that need it.
     """
     asked, runs = chosen(questions), unpacked(runs)
     planned = [runs / run.name for run in plan(study, runs)]
@@ -95,7 +102,7 @@ def ship(
 
 
 def _refuse_parts(study: Study, found: Evidence, asked: Sequence[Claim]) -> None:
-    """Raise `WorkbenchError` where a claim's metric, or one that the study measures, is there for some runs only."""
+    """Raise `WorkbenchError` if a metric of a claim or of the study is measured on some runs only."""
     parts = [found.measured_on_all(claim.metrics, claim.models)[1] for claim in asked]
     with_metric = {metric: found.kept.runs_with.get(metric, ()) for metric in study.measure.get("metrics") or ()}
     models = found.runs.set_index("run")["model"]
@@ -110,7 +117,7 @@ def _refuse_parts(study: Study, found: Evidence, asked: Sequence[Claim]) -> None
 
 
 def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:
-    """A copy of a run with some of its steps, in bfloat16, to be measured as it ships."""
+    """Copy a run with some steps in bfloat16, to be measured as it ships."""
     for step in run.resolve(list(steps)):
         save(run.load(step).to(torch.bfloat16), step_folder(place, step), seed=run.seed, step=step, run=run.name)
     for name in (RUN_FILE, TOKENIZER, "telemetry"):
@@ -124,7 +131,7 @@ Shipped = tuple[dict[str, Any], dict[str, pd.DataFrame]]
 
 
 def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
-    """Losses per document ship for both ends, training losses for every tenth step of long trainings."""
+    """Description and tables of a run: losses per document at both ends, training losses at every tenth step of long trainings."""
     info, steps, frame = read_json(run.path / RUN_FILE), run.steps, one_sample(load_records([run.path]))
     frame = frame[frame["metric"].isin(metrics)]
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
@@ -140,7 +147,6 @@ def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
 
 
 def _write_run(run: Run, shipped: Shipped, place: Path) -> None:
-    """Write a run folder with its weights."""
     info, tables = shipped
     write_json(place / RUN_FILE, info)
     for step in run.steps:
@@ -155,7 +161,7 @@ def _write_run(run: Run, shipped: Shipped, place: Path) -> None:
 
 
 def _small(frame: pd.DataFrame) -> pa.Table:
-    """A table in few bytes: sorted by metric and step, without empty columns, values with seven digits."""
+    """Arrow table sorted by metric and step, without empty columns, with values of seven digits."""
     rows = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
     types: dict[str, Any] = {str(c): "Int32" for c in rows if str(rows[c].dtype) == "Int64"}
     types |= {c: "float32" for c in ("value", "se") if c in rows}
@@ -163,20 +169,19 @@ def _small(frame: pd.DataFrame) -> pa.Table:
 
 
 def _together(tables: Sequence[pd.DataFrame]) -> pa.Table:
-    """Tables of all runs as one, the rows of a run together."""
+    """One table of all runs, grouped by run."""
     parts = [_small(frame) for frame in tables if len(frame)]
     return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
 
 
 def _minutes(run: Run) -> float:
-    """Minutes of training, from the steps between two readings of the pace."""
+    """Minutes of training, from the logged pace."""
     pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
     tokens = pace["step"].astype(float).diff().fillna(pace["step"].astype(float) + 1) * run.train.batch * run.train.T
     return float((tokens / pace["value"]).sum() / 60)
 
 
 def _commit() -> str | None:
-    """The commit of the code, where it is a checkout."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -56,7 +56,7 @@ OUTCOMES = {  # what a value below and above the baseline's is called
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One set of settings, trained with every seed. `model` is what it is called, `point` where on the grid it stands."""
+    """One set of settings, trained with every seed."""
 
     model: str
     baseline: str
@@ -71,13 +71,13 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """The name as part of a folder's."""
+        """The name as part of a folder's name."""
         return re.sub(r"[^\w.=+-]+", "-", self.name).strip("-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What a study file says."""
+    """Contents of a study file."""
 
     name: str
     question: str
@@ -96,7 +96,7 @@ class Study:
 
 
 def find_study(given: str) -> Path:
-    """The file of a study that ships by its name, or the one that a path names; raises `UnknownName` for neither."""
+    """Return the file of a shipped study by its name, or a path unchanged; raises `UnknownName` if there is none."""
     path = Path(given)
     if path.suffix == ".toml" or path.is_file():
         return path
@@ -106,7 +106,7 @@ def find_study(given: str) -> Path:
 
 
 def read_study(path: str | Path) -> Study:
-    """The study of a file; raises `UnknownName` for keys and names, `BadData` for a file that cannot be read."""
+    """Return the study of a file; raises `UnknownName` for unknown keys and names, `BadData` for a file that cannot be read."""
     file = Path(path)
     try:
         raw = tomllib.loads(read_text(file))
@@ -141,7 +141,7 @@ def read_study(path: str | Path) -> Study:
 
 
 def _merged(layers: Sequence[Mapping[str, Any]], section: str, file: Path) -> dict[str, Any]:
-    """A section of all layers, later ones over earlier; data of another kind leaves nothing of the earlier."""
+    """Section with later layers over earlier ones; data of another kind replace all earlier data settings."""
     found: dict[str, Any] = {}
     for layer in layers:
         raw = layer.get(section, {})
@@ -180,7 +180,7 @@ Choice = tuple[Any, Mapping[str, Mapping[str, Any]]]  # a value as it is shown, 
 
 
 def _axes(kind: str, raw: Any) -> dict[str, list[Choice]]:
-    """Axis -> its choices; a section's key is named by the key alone."""
+    """Axes with their choices; an axis of a section is named by its key."""
     found: dict[str, list[Choice]] = {}
     for name, values in _table(kind, raw).items():
         if name in SECTIONS:
@@ -206,7 +206,7 @@ def _points(axes: Mapping[str, list[Choice]]) -> Iterator[dict[str, Choice]]:
 
 
 def _refuse(study: Study) -> None:
-    """Raise for names and keys that would fail in every run; values that cannot be built are left to their cell."""
+    """Raise for names and keys that would fail in every run."""
     from workbench.models import architecture
 
     models = list(dict.fromkeys(cell.model for cell in study.cells))
@@ -258,7 +258,7 @@ def _list(name: str, value: Any) -> list[Any]:
 
 
 def label(value: Any) -> str:
-    """A value as it is shown in names and tables."""
+    """Return a value as text for names and tables."""
     if isinstance(value, Mapping):
         return ",".join(f"{k}={v}" for k, v in value.items())
     if isinstance(value, list):

@@ -106,6 +106,16 @@ def _metrics(source: Source, runs: Sequence[Entry]) -> list[str]:
     return [name for name in names if of_heads(source.records(runs, [name])).any()]
 
 
+def _unmeasured(runs: Sequence[Entry]) -> str:
+    if all(e.kind == "recorded" for e in runs):
+        return "a recording has no checkpoints to measure; the Training page shows what was recorded"
+    if all(e.shipped for e in runs):
+        return "no numbers of single heads are stored for these shipped runs"
+    given = " --data FILE" if runs[0].imported else ""
+    command = f"workbench measure {shlex.quote(runs[0].path)} -m {METRICS[0]} --steps all{given}"
+    return f"no numbers of single heads are stored for these runs yet. In a terminal: {command}"
+
+
 # ---- the ranking -----------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +153,7 @@ def _ranked(source: Source, link: Link, selected: HeadOptions) -> pd.DataFrame:
 
 
 def _at(rows: pd.DataFrame, step: int | None, *, strict: bool = False) -> pd.DataFrame:
-    """Heads by run at the last measured step up to `step` (else its first), with values at step 0 and the baseline.
+    """The heads of each run at its last measured step up to `step` (else its first), with values at step 0 and the baseline.
 
     `strict`: at that step itself; raises `WorkbenchError` if it was not measured.
     """
@@ -183,12 +193,11 @@ def ranking(source: Source, link: Link) -> Drawing:
     under = plots.subtitle(table, when, spread, "bold: the selected head" if bold.any() else "")
     axis = str(table["unit"].iloc[0]), plots.reading(table)
     title = f"{_words(selected).capitalize()}: {selected.end}{of}"
-    return Drawing(
-        figures.ranking(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected)
-    )
+    return Drawing(figures.ranking(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected))
 
 
 def _words(selected: HeadOptions) -> str:
+    """Measure, site and variant."""
     words = selected.metric.replace("_", " ") + (f" of {plots.site(selected.site)}" if selected.site else "")
     return words + ("" if selected.variant == PLAIN else f", {plots.site(selected.variant)}")
 
@@ -299,6 +308,7 @@ def passages(source: Source, link: Link) -> Drawing:
 
 
 def _with_weights(picked: Head) -> Subject:
+    """The head's run at a step with weights."""
     steps = picked.entry.steps
     if not steps:
         why = "is shipped without weights" if picked.entry.shipped else "has no checkpoint"
@@ -317,9 +327,7 @@ def _sharpest(source: Source, subject: Subject) -> tuple[np.ndarray, pd.DataFram
     try:
         sample = run.data.sample(DOCUMENTS, min(MAX_T, run.train.T, entry.n_ctx))
     except WorkbenchError as error:
-        raise WorkbenchError(
-            f"no passages: the training text of {entry.name} is not on this machine ({error})"
-        ) from error
+        raise WorkbenchError(f"no passages: the training text of {entry.name} is not on this machine ({error})") from error
     pairs = prompts.sharpest_pairs(source.model(subject), sample.ids, progress=source.progress)
     return sample.ids.numpy(), pairs
 
