@@ -14,7 +14,7 @@ import pytest
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench import cli
 from workbench.config import TrainConfig
-from workbench.console import progress, time_left
+from workbench.console import time_left
 from workbench.data.sources import RepeatedData
 from workbench.jobs import processes
 from workbench.jobs.running import Job, run_jobs
@@ -62,18 +62,6 @@ class Interrupted:
 
     def __del__(self):
         signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_that_lands_in_a_destructor_is_heard_at_the_next_sign_of_progress(monkeypatch):
-    dropped = []
-    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
-    with progress("measuring") as task:
-        task(0, 2, "step 0")
-        Interrupted()
-        assert dropped[0].exc_type is KeyboardInterrupt, "Python has dropped it"
-        with pytest.raises(KeyboardInterrupt):
-            task(1, 2, "step 2")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_that_lands_in_a_destructor_prints_nothing_and_other_errors_there_do(monkeypatch, capsys):

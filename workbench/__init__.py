@@ -7,7 +7,7 @@
     frame = workbench.measure("runs/text-resformer-s0", ["importance_entropy", "token_identity_share"])
     workbench.plot(frame).show()
 
-Nothing heavy is imported until it is used.
+Libraries such as torch are imported at first use.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape as escape_html
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -106,28 +104,6 @@ def _cell(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-@contextmanager
-def _ctrl_c_noted() -> Iterator[list[int]]:
-    """Record every Ctrl-C. Python drops one that arrives inside a destructor or a weak reference's callback."""
-    noted = list[int]()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        signal.default_int_handler(number, frame)
-
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if ours:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 Progress = Callable[[int, int, str], None]
 """Called with (pieces done, number of pieces, present piece)."""
 EVERY = 5.0  # seconds between two lines where no terminal shows a bar
@@ -149,16 +125,14 @@ def note(text: str) -> None:
 class Task:
     """Progress of one job: `task(done, total, what)` updates it, `line()` returns it with the time left."""
 
-    def __init__(self, name: str, total: int = 0, heard: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, total: int = 0) -> None:
         self.name, self.done, self.total, self.what = name, 0, total, ""
         self.begin = self.last = time.monotonic()
-        self._took, self._heard = list[float](), heard
+        self._took = list[float]()
         self._left: float | None = None
 
     def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
-        """Update the progress; `left` overrides the estimated seconds. Raises `KeyboardInterrupt` if a Ctrl-C was dropped."""
-        if self._heard:
-            raise KeyboardInterrupt
+        """Update the progress; `left` overrides the estimated seconds."""
         now = time.monotonic()
         if (more := done - self.done) > 0:
             self._took += [(now - self.last) / more] * more
@@ -191,13 +165,12 @@ class Task:
 def progress(name: str, total: int = 0) -> Iterator[Task]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line every few seconds, nothing if `silence`d.
 
-    The yielded task is called like `Progress`. It raises a Ctrl-C that Python dropped.
+    The yielded task is called like `Progress`.
     """
     terminal = errors.is_terminal and not errors.is_dumb_terminal
-    with _ctrl_c_noted() as noted:
-        task = Task(name, total, noted)
-        with contextlib.nullcontext() if _silent else _bar(task) if terminal else _lines(task):
-            yield task
+    task = Task(name, total)
+    with contextlib.nullcontext() if _silent else _bar(task) if terminal else _lines(task):
+        yield task
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""One program in several processes, as `accelerate launch` and `torchrun` start it: who this one is, and what they exchange.
+"""Ranks and collectives of the processes that `accelerate launch` or `torchrun` started. In a single process these functions do nothing.
 
-Alone, every function here does nothing. What is exchanged travels pickled between the processes of one launch, which run
-the same code for the same user; no file is ever read that way.
+Objects are pickled between the processes of one launch only; no file is read that way.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from workbench.environment import RANK, WORLD_SIZE
 from workbench.errors import WorkbenchError
 
 T = TypeVar("T")
-
-
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -44,9 +41,9 @@ def _number_in(variable: str, default: int) -> int:
 
 
 @contextmanager
-def alone(chosen: bool = True) -> Iterator[None]:
-    """While open, this process does all of the work: for models whose every run needs every process (sharded weights)."""
-    token = _ALONE.set(chosen or _ALONE.get())
+def alone(enabled: bool = True) -> Iterator[None]:
+    """Let this process do all of the work, for sharded models whose forward pass needs every process."""
+    token = _ALONE.set(enabled or _ALONE.get())
     try:
         yield
     finally:
@@ -54,7 +51,7 @@ def alone(chosen: bool = True) -> Iterator[None]:
 
 
 def join(device: str | None) -> str | None:
-    """Meet the other processes, once; returns the device of this one where none was asked for."""
+    """Join the other processes, and return this process's device unless one is given."""
     if world_size() == 1:
         return device
     from accelerate import PartialState
@@ -65,7 +62,7 @@ def join(device: str | None) -> str | None:
 
 
 def leave() -> None:
-    """End the launcher's process group before the interpreter does: its threads abort a process that just exits."""
+    """End the process group before the interpreter exits: its threads would abort the process."""
     import torch
 
     gc.collect()  # a finished training holds the group, and with it the threads, through its wrapped model
@@ -74,32 +71,32 @@ def leave() -> None:
 
 
 def shard(items: Iterable[T]) -> Iterable[T]:
-    """This process's items: every k-th of them."""
+    """Return this process's share of the items: every k-th."""
     return islice(items, rank(), None, world_size())
 
 
-def all_gather(mine: T) -> list[T]:
-    """What each process has, in their order; the same everywhere. All must call it alike."""
+def all_gather(value: T) -> list[T]:
+    """Return the values of all processes, by rank; every process must call it."""
     if world_size() == 1:
-        return [mine]
+        return [value]
     import torch
 
     gathered: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(gathered, mine)
+    torch.distributed.all_gather_object(gathered, value)
     return gathered
 
 
 def scatter(work: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """The results of all, each computed by one process and known to every one. A `WorkbenchError` of one is raised in all."""
+    """Compute each result in one process and return all of them in every process; a `WorkbenchError` is raised in all."""
     if world_size() == 1:
         return {name: make() for name, make in work.items()}
-    mine: dict[str, T | WorkbenchError] = {}
+    own: dict[str, T | WorkbenchError] = {}
     for name in shard(work):
         try:
-            mine[name] = work[name]()
-        except WorkbenchError as error:  # the others would wait for it for ever
-            mine[name] = error
-    everything = {name: result for part in all_gather(mine) for name, result in part.items()}
+            own[name] = work[name]()
+        except WorkbenchError as error:  # the other processes would wait for ever
+            own[name] = error
+    everything = {name: result for part in all_gather(own) for name, result in part.items()}
     results: dict[str, T] = {}
     for name in work:
         result = everything[name]

@@ -1,4 +1,4 @@
-"""The errors a user can cause; each names the value that was wrong and the choices."""
+"""Errors and warnings that a user can cause; each names the wrong value and the choices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class WorkbenchError(ValueError):
-    """Something the user asked for cannot be done; the message says what would work."""
+    """A request that cannot be carried out; the message says what would work."""
 
 
 class UnknownName(WorkbenchError):
-    """A name that is not in its vocabulary; the message lists the nearest that are."""
+    """A name that does not exist; the message lists the nearest names."""
 
     def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
         self.kind, self.name, self.choices = kind, name, sorted(choices)
@@ -37,50 +37,50 @@ class InUse(WorkbenchError):
 
 
 class OnlyHere(WorkbenchError):
-    """What was written is whole on this machine, and could not be put up where the folder stands for one elsewhere."""
+    """Files that are complete on this machine but could not be uploaded to the folder's URL."""
 
     made: Any = None
-    """What was asked for, where that is more than files: the records of `measure`."""
+    """The result of the call, if it is more than files: the records of `measure`."""
 
 
 class NotCovered(BadCheckpoint):
-    """A sound checkpoint of a model that our decoder does not compute; the message says what it is and what opens it."""
+    """An intact checkpoint of a model that our decoder does not compute; the message says how to open it."""
 
 
 class ObservedInstead(UserWarning):
-    """A checkpoint our decoder does not compute was opened as another library's module, and is observed from outside."""
+    """A checkpoint was opened as another library's module, because our decoder does not compute it."""
 
 
 class NotMeasured(UserWarning):
-    """What was asked for has no numbers here: layers that did not run, a metric of what the model does not show."""
+    """A measurement has no numbers: its layers did not run, or the model does not show its activations."""
 
 
 class PaddingLeftOut(UserWarning):
-    """Some positions are padding, or rows hold several documents: averages are over the tokens of each document."""
+    """Padding was left out: averages are over the tokens of each document."""
 
 
 class HooksNotCalled(UserWarning):
-    """A foreign module was called itself while hooks of its observed model were open: they fire in the observed model's runs only."""
+    """A foreign module was called directly; hooks of its observed model run only in calls of the observed model."""
 
 
 class NoWorkersYet(UserWarning):
-    """A cluster has no worker at the moment; its jobs wait for the first."""
+    """A cluster has no worker yet; its jobs wait."""
 
 
 class NotSent(UserWarning):
-    """What was written here could not be put up; it is tried again with what is written next."""
+    """An upload failed; it is repeated with the next one."""
 
 
 class LeftOut(UserWarning):
-    """Files of a folder at a URL could not be brought to this machine; the message names them, and the others are here."""
+    """Files at a URL could not be downloaded; the message names them, and the other files are available."""
 
 
 class ArchitectureAssumed(UserWarning):
-    """A checkpoint does not say which architecture it holds, so one was assumed."""
+    """A checkpoint does not name its architecture, so one was assumed."""
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning that points at the caller's line outside this package and the packages that call its modules and hooks."""
+    """Issue a warning at the caller's line, outside this package and the libraries that call its hooks."""
     depth, frame = 1, sys._getframe()
     packages = (__name__.partition(".")[0], "torch", "transformer_lens", "transformers")
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in packages:

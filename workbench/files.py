@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written aside, synced, then renamed; and read only where they end."""
+"""Atomic writing of files (to a temporary file, then renamed), and reading of regular files up to a size limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of t
 
 
 def local(path: str | Path) -> Path:
-    """A path of this machine; raises `WorkbenchError` for a URL, of which `Path` would make a folder called `s3:`."""
+    """Return a path of this machine; raises `WorkbenchError` for a URL, which `Path` would turn into a folder `s3:`."""
     if URL.match(str(path)):
         raise WorkbenchError(
             f"{path} is a URL; here a path of this machine is needed, a folder of that name by its full path"
@@ -32,7 +32,7 @@ def local(path: str | Path) -> Path:
 
 
 def writable(path: Path) -> Path:
-    """A path that may be written; raises `WorkbenchError` for URLs and for devices, pipes and sockets."""
+    """Return a path that may be written; raises `WorkbenchError` for URLs, devices, pipes and sockets."""
     try:
         if local(path).exists() and not (path.is_file() or path.is_dir()):
             raise WorkbenchError(f"cannot write {path}: it is there already and neither file nor folder")
@@ -43,9 +43,9 @@ def writable(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it becomes `path`, on failure it vanishes.
+    """Yield a temporary path beside `path`, which replaces `path` on success and is removed on failure.
 
-    Raises `WorkbenchError` naming `path` where it is not `writable`, and where the disk refuses (full, quota, read-only).
+    Raises `WorkbenchError` if the path is not `writable` or the disk refuses (full, quota, read-only).
     """
     part = writable(path).with_name(f".{uuid.uuid4().hex[:12]}.part")
     try:
@@ -74,29 +74,29 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: Path, limit: int | None = None) -> Iterator[BinaryIO]:
-    """A regular file to read; raises `OSError` for pipes and devices, which may never end, and for more than `limit` bytes."""
+    """Open a regular file to read; raises `OSError` for pipes and devices, and for files above `limit` bytes."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if limit is not None and found.st_size > limit:
-            raise OSError(errno.EFBIG, f"its {found.st_size} bytes are more than {limit}", str(path))
+        if limit is not None and status.st_size > limit:
+            raise OSError(errno.EFBIG, f"its {status.st_size} bytes are more than {limit}", str(path))
         yield file
 
 
 def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """What is in a regular file of at most `limit` bytes; raises `OSError` as `open_regular` does."""
+    """Return the contents of a regular file of at most `limit` bytes; raises `OSError` as `open_regular` does."""
     with open_regular(path, limit) as file:
         return file.read(os.fstat(file.fileno()).st_size)  # room is made for as many as are asked for
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 text of a regular file; raises `OSError` as `open_regular` does, and `UnicodeDecodeError`."""
+    """Return the UTF-8 text of a regular file; raises `OSError` and `UnicodeDecodeError`."""
     return read_bytes(path).decode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises `BadCheckpoint` naming it where it is missing or damaged."""
+    """Return the JSON object in a file; raises `BadCheckpoint` if it is missing or damaged."""
     try:
         value = json.loads(read_text(path))
     except FileNotFoundError:
@@ -109,12 +109,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def digest(*parts: object) -> str:
-    """A short content address: the first 16 hex digits of the SHA-256 of the parts."""
+    """Return the first 16 hex digits of the SHA-256 of the parts."""
     return digest_of(parts)
 
 
 def digest_of(parts: Iterable[object]) -> str:
-    """As `digest`, of parts that are made one after the other; bytes may be a view of them."""
+    """Return the same for an iterator of parts; bytes may be memory views."""
     sha = hashlib.sha256()
     for part in parts:
         data = part

@@ -1,10 +1,9 @@
-"""Where the parts of the project lie, and what they are called there.
+"""Folders of the project's parts, in a clone and in an installation.
 
     in a clone    app/  analyses/  data/  beside workbench/       python -m analyses.race_to_induction
     installed     workbench/app  /analyses  /shipped  inside it   python -m workbench.analyses.race_to_induction
 
-A wheel puts one name into everybody's environment (`setup.py`); inside `app/` and `analyses/` imports are relative, so that the
-same files work under both.
+A wheel installs one package (`setup.py`). Imports inside `app/` and `analyses/` are relative, so that the same files work in both.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ DISTRIBUTION = "value-residual-workbench"
 
 
 def module(name: str) -> str:
-    """The full name of `app.server` or `analyses.tables`."""
+    """Return the full name of `app.server` or `analyses.tables`."""
     return f"workbench.{name}" if INSTALLED else name
 
 
 def studies() -> dict[str, Path]:
-    """The files of the studies that ship, by name."""
+    """Return the files of the shipped studies, by name."""
     return {path.stem: path for path in sorted((ANALYSES / "studies").glob("*.toml"))}
 
 
@@ -51,15 +50,12 @@ def load_plugins(kind: str) -> None:
 
 
 def install(extra: str) -> str:
-    """The command that adds an optional part."""
+    """Return the command that installs an optional part."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def refuse_a_namesake() -> None:
-    """Raise `ImportError` where another project's package of the same name was installed into the same folder.
-
-    Our command, which imports the package before it can catch anything, ends with the sentence and exit code 2.
-    """
+    """Raise `ImportError` if another project's `workbench` was installed into the same folder; our command exits with code 2."""
     theirs = next(HERE.parent.glob("workbench-*.dist-info"), None) if INSTALLED else None
     if theirs is not None:
         refusal = (

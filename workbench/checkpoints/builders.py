@@ -1,11 +1,11 @@
-"""Decoders of your own code as runs: a function of yours builds the module, the checkpoint's tensors fill it.
+"""Runs of your own decoders: a function of yours builds the module, and the checkpoint's weights are loaded into it.
 
     workbench import out/ --name mine --builder my_model:build
     WORKBENCH_BUILDERS=my_model:build workbench app
 
-`build(settings)` gets what the checkpoint says beside its weights (nanoGPT's `model_args`, `--config key=value`) as a dictionary
-and returns the module; it is imported from the current folder or an installed package. A run names its builder, but a name in a
-file runs nothing: `load` calls only those that the environment names in `WORKBENCH_BUILDERS`, several joined by commas.
+`build(settings)` gets the checkpoint's settings (nanoGPT's `model_args`, `--config key=value`) as a dictionary and returns the module. It
+is imported from the current folder or an installed package. A name in a file runs nothing: `load` calls only builders that
+`WORKBENCH_BUILDERS` names, joined by commas.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from workbench.observing.recognition.structure import UNLIMITED
 MODEL_TYPE = "builder"
 RESERVED = ("app", "workbench", "analyses", "tests")
 LENGTHS = (32, 16, 8)
-"""Positions of the random tokens on which a module is observed first: the most that it reads."""
+"""Numbers of random tokens to observe a module on, the first that it accepts."""
 MAX_PROBED, TOLERANCE = 128, 1e-2
-"""Positions at most of the text whose logits a step remembers in sums with random weights, and how far these may be off, as a share of
-the largest: kernels and devices round."""
+"""Most positions of the text whose logits are summed with random weights, and the tolerance of these sums relative to the largest."""
 
 
 def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
-    """The module, in evaluation mode, that the builder `package.module:function` makes of settings.
+    """Return the module, in evaluation mode, that the builder `package.module:function` makes of settings.
 
-    Raises `WorkbenchError` where there is no such function, where it raises, and where it returns something else.
+    Raises `WorkbenchError` if there is no such function, if it raises, or if it returns no module.
     """
     function, dtype = _function(name), torch.get_default_dtype()
     try:
@@ -86,11 +85,14 @@ def _function(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def observed_of(name: str, state: State, given: Mapping[str, Any] | None = None) -> Observed:
-    """A checkpoint in the module of a builder, observed; `model.source` has the builder and the settings.
+    """Return a checkpoint in the module of a builder, observed; `model.source` has the builder and the settings.
 
-    `given` completes and overrides what the checkpoint says. Raises `BadCheckpoint` where tensors and module do not fit.
+    `given` completes and overrides the checkpoint's settings. Raises `BadCheckpoint` if tensors and module do not fit.
     """
-    settings = _plain(dict(state.info.config or {}) | dict(given or {}), state.info.path)
+    try:
+        settings: dict[str, Any] = json.loads(json.dumps(dict(state.info.config or {}) | dict(given or {})))
+    except (TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{state.info.path}: its configuration is more than numbers and text ({error})") from error
     module = _filled(name, settings, state)
     length, output = _read(module, name)
     example = {"vocabulary": _vocabulary(module, settings, output, name), "length": length}
@@ -100,15 +102,8 @@ def observed_of(name: str, state: State, given: Mapping[str, Any] | None = None)
     return model
 
 
-def _plain(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(json.dumps(settings)))
-    except (TypeError, ValueError) as error:
-        raise BadCheckpoint(f"{path}: its configuration is more than numbers and text ({error})") from error
-
-
 def _filled(name: str, settings: Mapping[str, Any], state: State) -> nn.Module:
-    """The module of a builder with a state's tensors, under the prefixes taken from their names where it has those itself."""
+    """Return the module of a builder with a state's tensors; prefixes that were stripped are put back if the module has them."""
     module, path, stripped = build(name, settings), state.info.path, state.info.stripped
     wanted, what = module.state_dict(), f"{path} does not fill the {type(module).__name__} of {name}: "
     prefixes = itertools.accumulate(reversed(stripped), lambda inner, outer: outer + inner, initial="")
@@ -139,7 +134,7 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 
 def _read(module: nn.Module, name: str) -> tuple[int, Any]:
-    """The largest of `LENGTHS` that a module reads, and its output there; raises its error at the first."""
+    """Return the largest of `LENGTHS` that a module accepts, and its output; raises the module's first error otherwise."""
     refused: list[WorkbenchError] = []
     for length in LENGTHS:
         try:
@@ -150,7 +145,7 @@ def _read(module: nn.Module, name: str) -> tuple[int, Any]:
 
 
 def _vocabulary(module: nn.Module, settings: Mapping[str, Any], output: Any, name: str) -> int:
-    """How many ids the module reads: what the settings say, else the rows of the embedding that are its logits' too."""
+    """Return the vocabulary size: from the settings, else the rows of an embedding that are as many as the logits."""
     size = settings.get("vocab_size")
     if isinstance(size, int) and size > 0:
         return size
@@ -185,7 +180,7 @@ def _ids(vocabulary: int, length: int) -> Tensor:
 
 
 def save(model: Observed, folder: Path, **provenance: Any) -> None:
-    """Write a step: weights, then the settings and a few numbers by which a builder that has changed is noticed."""
+    """Write a step: weights, then settings and a few numbers that reveal a changed builder."""
     seen: set[tuple[Any, ...]] = set()
     tensors = {}
     for name, t in model.foreign.state_dict().items():
@@ -199,10 +194,10 @@ def save(model: Observed, folder: Path, **provenance: Any) -> None:
 
 
 def load(name: str, state: State, device: Device = None, dtype: Dtype = None) -> Observed:
-    """The model of a step in the module of its run's builder, observed.
+    """Return the model of a step in the module of its run's builder, observed.
 
-    Raises `BadCheckpoint` where the builder now makes another module, or one that computes something else. Calling this runs
-    code by its name: `workbench.load` does so only where the environment allows it.
+    Raises `BadCheckpoint` if the builder now makes another module. This runs code by its name: `workbench.load` calls it only if the
+    environment allows it.
     """
     folder, config = state.info.path, state.info.config or {}
     try:
@@ -228,7 +223,7 @@ def load(name: str, state: State, device: Device = None, dtype: Dtype = None) ->
 
 @torch.no_grad()
 def _probe(model: Observed) -> list[float]:
-    """Sums of the logits at the first, middle and last position, with random weights, two texts."""
+    """Return randomly weighted sums of the logits at the first, middle and last position of two texts."""
     example = model.source["example"]
     T = min(model.config.n_ctx, MAX_PROBED) if model.config.n_ctx < UNLIMITED else example["length"]
     ids = _ids(example["vocabulary"], T).to(next(model.parameters()).device)

@@ -1,4 +1,4 @@
-"""A model of our decoder from its design: built without memory, compared with the checkpoint's tensors, then given them."""
+"""Construction of our decoder from its design: built without memory, compared with the checkpoint, then filled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SETTING = 2**40  # of anything in a config
 
 
 def build(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
-    """An architecture whose tensors have names and shapes only; raises `BadCheckpoint` for sizes beyond all memory."""
+    """Return a model on the meta device; raises `BadCheckpoint` for sizes beyond all memory."""
     what = f"no {name} can be built with {config}"
     if (largest := max(v for v in dataclasses.astuple(config) if isinstance(v, int))) > MAX_SETTING:
         raise BadCheckpoint(f"{what}: {largest} is beyond all sizes")
@@ -30,14 +30,14 @@ def build(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transfo
 
 
 def shapes_of(model: Transformer) -> dict[str, list[int]]:
-    """Shape of each tensor by the name it has in a file."""
+    """Return the shape of each tensor by its name in a file."""
     return {llama_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def fill(model: Transformer, state: State, device: Device = None, dtype: Dtype = None) -> Transformer:
-    """The same model with a state's tensors, float32 or `dtype`; those that the state shares are one in the model too.
+    """Load a state's tensors into a model, as float32 or `dtype`; shared tensors stay shared.
 
-    Names, shapes and checksums are compared before a weight is read. Raises `BadCheckpoint` naming the nearest tensors.
+    Names, shapes and checksums are compared first. Raises `BadCheckpoint` with the nearest tensor names.
     """
     if faults := misfits(state.shapes, shapes_of(model)):
         what = f"a {model.architecture} with options {model.options}"

@@ -49,7 +49,7 @@ class Format:
     """The tokenizer in a file of the code base's own beside the weights, given the vocabulary's size; None without one."""
 
     def recognise(self, container: Any, path: Path) -> Info | None:
-        """Return the facts of a PyTorch file's contents; None for those of another code base."""
+        """Return the facts of a PyTorch file's contents; None if another code base wrote it."""
         if self.beside is not None:
             facts = self.beside(container, path)
             return Info(format=self.name, path=path, step=facts[0], config=facts[1]) if facts else None
@@ -65,7 +65,7 @@ class Format:
         )  # fmt: skip
 
     def our_name(self, name: str) -> str:
-        """Return our name of a tensor; names that the table lacks stay as they are."""
+        """Return our name of a tensor, or its own name if the table lacks it."""
         for theirs, ours in self.tensors.items():
             if match := re.fullmatch(re.escape(theirs).replace(r"\*", r"(\d+)"), name):
                 return ours.replace("*", "{}").format(*match.groups())

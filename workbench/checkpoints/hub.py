@@ -1,6 +1,6 @@
-"""Names of the Hugging Face Hub, as far as this machine's cache holds them: `gpt2`, `EleutherAI/pythia-70m@step1000`.
+"""Models of the Hugging Face Hub in this machine's cache, by name: `gpt2`, `EleutherAI/pythia-70m@step1000`.
 
-Only `download` uses the network, and only where it was asked for (`--download`).
+Only `download` uses the network (`--download`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its token
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
 MAIN = "main"
 _switch, _offline = threading.Lock(), list[dict[str, bool]]()
-"""How the libraries were set before each `offline` that is open, the first one first."""
+"""Settings of the libraries before each open `offline`, in order."""
 
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Refuse every request to the Hub while other libraries read local files, which may name what they would fetch."""
+    """Refuse requests to the Hub while other libraries read local files, which may name files to fetch."""
     with _switch:
         _offline.append({name: module.HF_HUB_OFFLINE for name, module in _settings().items()})
         for module in _settings().values():
@@ -47,18 +47,18 @@ def offline() -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any]:
-    """Modules that keep whether the Hub may be asked; `datasets` copies it when it is imported."""
+    """Return the modules with the offline setting; `datasets` copies it at import."""
     return {name: sys.modules[name] for name in (constants.__name__, "datasets.config") if name in sys.modules}
 
 
 def split(name: str) -> tuple[str, str] | None:
-    """Repository and revision (`main` unless given) of what can be a name of the Hub; None for what cannot."""
+    """Return repository and revision (`main` unless given) of a Hub name; None for other text."""
     found = NAME.fullmatch(name)
     return (found["repo"], found["revision"] or MAIN) if found and ".." not in name else None
 
 
 def snapshot(name: str) -> Path | None:
-    """The folder of a name in the cache; None where it is no name, or not there."""
+    """Return the folder of a name in the cache; None if it is absent or no such name."""
     named = split(name)
     if named is None or any(sign in named[1] for sign in "*?"):
         return None
@@ -95,7 +95,7 @@ def short_name(name: str) -> str | None:
 
 
 def revisions(name: str) -> dict[str, Path]:
-    """Revisions of `NAME@PATTERN` in the cache, by name; empty where there are none."""
+    """Return the folders of revisions that match `NAME@PATTERN` in the cache, by revision."""
     named = split(name)
     if named is None:
         return {}
@@ -107,9 +107,9 @@ def revisions(name: str) -> dict[str, Path]:
 
 
 def download(name: str) -> list[Path]:
-    """Fetch `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache: weights, configuration, tokenizer.
+    """Download `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache: weights, configuration, tokenizer.
 
-    Of weights in both forms safetensors alone. Raises `BadCheckpoint` for what is no name, not there, or without a network.
+    Safetensors are preferred to other weights. Raises `BadCheckpoint` if the name is invalid or absent, or the network fails.
     """
     if (named := split(name)) is None:
         raise BadCheckpoint(f"{name} is no name of the Hub, as gpt2 or EleutherAI/pythia-70m@step1000")
@@ -121,20 +121,19 @@ def download(name: str) -> list[Path]:
             there = [ref.name for ref in (*refs.branches, *refs.tags)]
             if not (wanted := fnmatch.filter(there, revision)):
                 raise BadCheckpoint(f"{repo} has no revision {revision}; {suggest(revision, there)}")
-        return [_fetched(api, repo, ref) for ref in wanted]
+        folders = []
+        for ref in wanted:
+            files = api.list_repo_files(repo, revision=ref)
+            weights = next((end for end in ("*.safetensors", "*.bin") if fnmatch.filter(files, end)), "*.safetensors")
+            folders.append(Path(snapshot_download(repo, revision=ref, allow_patterns=[*BESIDE, weights])))
+        return folders
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise BadCheckpoint(f"{name} cannot be fetched: {type(error).__name__}: {first}") from error
 
 
-def _fetched(api: HfApi, repo: str, revision: str) -> Path:
-    there = api.list_repo_files(repo, revision=revision)
-    weights = next((end for end in ("*.safetensors", "*.bin") if fnmatch.filter(there, end)), "*.safetensors")
-    return Path(snapshot_download(repo, revision=revision, allow_patterns=[*BESIDE, weights]))
-
-
 def names() -> list[str]:
-    """Models of the cache, each revision but `main` by name."""
+    """Return the models in the cache, as `NAME` or `NAME@REVISION`."""
     refs = {
         (repo.repo_id, ref) for repo in _cached() if repo.repo_type == "model" for r in repo.revisions for ref in r.refs
     }

@@ -55,7 +55,7 @@ UNREAD = SHARDS | {"*.gguf": GGUF}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where one checkpoint lies: a directory or a file, its step, and the run that it is a step of."""
+    """Path of one checkpoint (a directory or a file), its step and its run."""
 
     path: Path
     step: int | None = None
@@ -95,7 +95,7 @@ def identify(
 
 
 def checkpoints_at(location: Location) -> list[Checkpoint]:
-    """Return the checkpoint at a location, or those of a series, by step. The only checkpoint in a folder needs no step."""
+    """Return the checkpoint at a location, or the checkpoints of a series by step. A single one in a folder needs no step."""
     place = _snapshot_in(location.path) or location.path
     if place.suffix == ".distcp" or (place.name in SHARDS and place.is_file()):
         refuse_shards(place.parent)
@@ -151,7 +151,7 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def available_steps(run: Path, description: Mapping[str, Any]) -> list[int]:
-    """Return the same steps; raises `BadCheckpoint` with the reason if there are none."""
+    """Return these steps; raises `BadCheckpoint` if there are none."""
     if steps := complete_steps(run):
         return steps
     reasons = {
@@ -188,7 +188,7 @@ def _one_step(step: str | int, available: list[int], owner: str) -> int:
 
 
 def is_series(location: Location) -> bool:
-    """Return whether a location means several checkpoints: a pattern, or a folder that is none itself."""
+    """Return whether a location is a pattern, or a folder of checkpoints."""
     return is_pattern(location.given) or (location.path.is_dir() and not is_directory(location.path))
 
 
@@ -198,7 +198,7 @@ def is_pattern(text: str) -> bool:
 
 
 def series(where: str | Path, revision: str = "") -> list[tuple[int, Path]]:
-    """Return (step, path) of each checkpoint in a folder, or that a pattern matches, by step.
+    """Return the step and path of each checkpoint in a folder or of a pattern, by step.
 
     Args:
         where: A folder, a glob, or a regular expression with a `step` group. A Hub name needs a pattern in `revision`.
@@ -207,12 +207,16 @@ def series(where: str | Path, revision: str = "") -> list[tuple[int, Path]]:
     Raises:
         BadCheckpoint: Nothing matches, a match has no step, two have the same step, or the files are another library's shards.
     """
-    text = f"{where}@{revision}" if revision else str(where)
+    text, checkpoints = f"{where}@{revision}" if revision else str(where), list[tuple[int, Path]]()
     if "(?P<step>" in text:
         checkpoints = _matches(text)
     elif is_pattern(text):
         paths = [Path(name) for name in glob.glob(text) if is_checkpoint(Path(name))]  # noqa: PTH207 - absolute patterns too
-        checkpoints = [(_step_of_match(path), path) for path in paths]
+        for path in paths:
+            named = (step_in_name(path), step_in_name(path.parent))  # step_500/model.pt
+            if (step := next((n for n in named if n is not None), None)) is None:
+                raise BadCheckpoint(f"{path} does not name its step; give a pattern with a (?P<step>...) group")
+            checkpoints.append((step, path))
         if not paths:
             from workbench.checkpoints import hub
 
@@ -271,13 +275,6 @@ def _advice(folder: Path) -> str:
     if folder.is_dir() and not inside:
         return "the folder is empty"
     return "give a glob, or a pattern with a (?P<step>...) group"
-
-
-def _step_of_match(path: Path) -> int:
-    for named in (path, path.parent):  # step_500/model.pt
-        if (step := step_in_name(named)) is not None:
-            return step
-    raise BadCheckpoint(f"{path} does not name its step; give a pattern with a (?P<step>...) group")
 
 
 def _matches(text: str) -> list[tuple[int, Path]]:

@@ -1,7 +1,7 @@
-"""Which model a state's tensors belong to: architecture, options and sizes, from what files and shapes say.
+"""Architecture, options and sizes of a checkpoint, from its settings and the shapes of its tensors.
 
-The same reader opens our own steps (`config.json` has the key `workbench`), the directories of the ResFormer authors' code, plain
-Llama directories, and tensors named as a Llama's in any file.
+It opens our own steps (`config.json` has the key `workbench`), directories of the ResFormer authors' code, plain Llama directories, and
+any file with Llama's tensor names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COVERED = ("llama", "mistral")  # model types whose configurations can be those 
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says of a checkpoint: it completes and overrides what the files say."""
+    """The caller's settings, which override settings of the files."""
 
     architecture: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -42,24 +42,23 @@ class Given:
 
 @dataclass(frozen=True)
 class Design:
-    """A model of our decoder, and the state that fills it, its tensors by Llama's names."""
+    """A model of our decoder, and the state with its weights by Llama's names."""
 
     architecture: str
     options: Mapping[str, Any]
     config: ModelConfig
     state: State
     assumed: bool
-    """Whether neither the files nor the caller said the architecture."""
+    """Whether neither the files nor the caller named the architecture."""
     seed: int | None
     step: int | None
 
 
 def infer(state: State, given: Given) -> Design:
-    """The design of a state.
+    """Return the design of a state.
 
-    A checkpoint that does not say its architecture is a `transformer` (or the one its tensors demand), with an
-    `ArchitectureAssumed` warning naming what else the tensors allow. Raises `BadCheckpoint` for contradictory files and
-    `NotCovered` for models our decoder does not compute.
+    If nothing names the architecture, the first one that fits the tensors is assumed, with an `ArchitectureAssumed` warning. Raises
+    `BadCheckpoint` for contradictory files and `NotCovered` for models that our decoder does not compute.
     """
     state = _named_as_llama(state)
     info, values = state.info, state.info.config or {}
@@ -80,7 +79,7 @@ def infer(state: State, given: Given) -> Design:
 
 
 def _named_as_llama(state: State) -> State:
-    """The tensors under Llama's names, whether a code base, our own modules or a Llama named them; a tied head is there too."""
+    """Return the state with Llama's tensor names, and with the output matrix if it is tied."""
     form, names = formats().get(state.info.format), dict[str, str]()
     for theirs in (name for name in state.tensors if not (form and name in form.constants)):
         name = llama_name(form.our_name(theirs) if form else theirs)
@@ -95,7 +94,7 @@ def _named_as_llama(state: State) -> State:
 
 
 def _half_rotated(state: State, config: ModelConfig) -> State:
-    """The queries and keys as our rotary embedding wants them, where the code base turns neighbouring columns."""
+    """Return the state with query and key rows in our order, for formats that rotate neighbouring columns."""
     form = formats().get(state.info.format)
     if form is None or not form.rotates_neighbours:
         return state
@@ -110,9 +109,9 @@ def _half_rotated(state: State, config: ModelConfig) -> State:
 
 
 def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Our config from a Llama config, in older and newer spellings.
+    """Return our config of a Llama config, in older and newer spellings.
 
-    Raises `NotCovered` for what the decoder lacks, by name, and `BadCheckpoint` for what contradicts itself.
+    Raises `NotCovered` for settings that the decoder lacks, and `BadCheckpoint` for contradictory ones.
     """
     if "workbench" not in values and values.get("model_type") not in COVERED:
         raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
@@ -140,10 +139,10 @@ def _config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
 
 
 def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
-    """The config of a state: its Llama config, or what its script wrote down and its tensors' shapes tell.
+    """Return the config of a state: its Llama config, or the settings of a script and of the tensors' shapes.
 
-    `given` completes and overrides. Raises `NotCovered` where the tensors are not a Llama's, `BadCheckpoint` naming the
-    settings that neither files nor tensors tell. What every Llama has in common is assumed with a warning.
+    `given` completes and overrides. Defaults of Llama are assumed with a warning. Raises `NotCovered` for tensors that are not a
+    Llama's, `BadCheckpoint` for settings that are missing.
     """
     values, where = state.info.config or {}, state.info.path
     if "workbench" in values or "model_type" in values or (where / CONFIG).exists():
@@ -184,7 +183,7 @@ def _from_shapes(shapes: Shapes) -> dict[str, Any]:
 
 
 def _from_script(state: State) -> dict[str, Any]:
-    """Settings that a script wrote down, by our names; of two spellings the first that is there."""
+    """Return the settings of a script by our names; the first spelling counts."""
     values, form = dict(state.info.config or {}), formats().get(state.info.format)
     if form:
         values |= {ours: values[theirs] for theirs, ours in form.settings.items() if theirs in values}
@@ -199,7 +198,7 @@ def _from_script(state: State) -> dict[str, Any]:
 
 
 def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """What a step of ours says of itself under `workbench`; empty for others'."""
+    """Return the `workbench` settings of one of our steps; empty for other checkpoints."""
     own = values.get("workbench") or {}
     try:
         if own:
@@ -213,13 +212,13 @@ def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The first architecture that has just these tensors, and its options; `transformer` where none has."""
+    """Return the first architecture with exactly these tensors and its options, or `transformer`."""
     candidates: dict[str, dict[str, Any]] = {}
     for name in ARCHITECTURES:
-        chosen = _complete(name, config, shapes, options)
+        completed = _complete(name, config, shapes, options)
         with contextlib.suppress(WorkbenchError):
-            if shapes_of(build(name, config, chosen)) == shapes:
-                candidates[name] = chosen
+            if shapes_of(build(name, config, completed)) == shapes:
+                candidates[name] = completed
     if not candidates:
         return "transformer", dict(options)  # refused by the tensors
     first, *others = candidates
@@ -232,13 +231,13 @@ def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[st
 
 
 def _complete(name: str, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options completed from the tensors' shapes (DenseFormer's dilation and period can mostly be read off)."""
-    chosen = dict(options)
+    """Return options completed from the tensors' shapes, such as DenseFormer's dilation and period."""
+    completed = dict(options)
     for shortcut in architecture(name).shortcuts:
         prefix = f"{shortcut.prefix}."
         own = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
-        fits = [fit for fit in shortcut.options_for(own, config) if fit | chosen == chosen | fit]
+        fits = [fit for fit in shortcut.options_for(own, config) if fit | completed == completed | fit]
         if len(fits) > 1:
             raise BadCheckpoint(f"the tensors of {name} fit several settings, name one of {fits}")
-        chosen = (fits[0] if fits else {}) | chosen
-    return chosen
+        completed = (fits[0] if fits else {}) | completed
+    return completed

@@ -1,6 +1,6 @@
-"""What Hugging Face's Llama calls our tensors and settings: the words of every step that is written, and of most that are read.
+"""Names of tensors and settings in Hugging Face's Llama, which our steps and most checkpoints use.
 
-Tensors that Llama lacks keep the names of the code that introduced them (`dwa.alphas.<block>.weight`).
+Tensors that Llama lacks have the names of the code that introduced them (`dwa.alphas.<block>.weight`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SETTINGS = {  # ours -> Llama's
     "n_key_value_heads": "num_key_value_heads", "d_mlp": "intermediate_size", "d_vocab": "vocab_size",
     "n_ctx": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps", "rope_theta": "rope_theta", "init_std": "initializer_range",
 }  # fmt: skip
-SPELLINGS = {  # how training scripts call what a Llama config calls otherwise
+SPELLINGS = {  # names of the same settings in training scripts
     "n_layers": ("n_layer", "num_layers"), "d_model": ("n_embd", "dim"), "n_heads": ("n_head",),
     "n_key_value_heads": ("n_kv_head", "n_kv_heads"), "rms_norm_eps": ("norm_eps",), "rope_theta": ("rope_base",),
     "n_ctx": ("block_size", "sequence_length", "sequence_len", "max_seq_len"),
@@ -25,7 +25,7 @@ SPELLINGS = {  # how training scripts call what a Llama config calls otherwise
 
 
 def llama_name(name: str) -> str:
-    """Our parameter name in Llama's words; a name of Llama's stays as it is, as do the architectures' own tensors."""
+    """Return Llama's name of a parameter of ours, or the name itself if it is another tensor's."""
     if match := re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(.+)", name):
         return f"model.layers.{match[1]}.{_TENSORS.get(match[2], match[2])}.{match[3]}"
     return _TENSORS.get(name, name)

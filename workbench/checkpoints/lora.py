@@ -33,7 +33,7 @@ KINDS = (  # adapters whose weights are added to a base's; other kinds name toke
 
 
 def read(checkpoint: Checkpoint) -> State:
-    """Return the tensors of any checkpoint, unread; those of an adapter are its base's, merged with it.
+    """Return the tensors of any checkpoint. An adapter is merged into the tensors of its base.
 
     Raises `BadCheckpoint` with the cause: no base, no safetensors, a kind of adapter that cannot be merged.
     """

@@ -1,9 +1,9 @@
-"""Any checkpoint as a model: identify -> read -> infer -> build -> fill, each a function with one result.
+"""Opening of checkpoints as models: identify -> read -> infer -> build -> fill.
 
     load("runs/text-resformer-s0", step="first")
     load("ckpt.pt", architecture="resformer", config={"n_heads": 8})
 
-What our decoder does not compute is opened in the library or by the builder that does, and observed from outside.
+Models that our decoder does not compute are opened by another library or a builder, and observed from outside.
 """
 
 from __future__ import annotations
@@ -69,14 +69,24 @@ def load(
     checkpoint = identify(path, step, key=key, strip_prefix=strip_prefix)
     given = Given(architecture, settings, options)
     if "observed" in checkpoint.description:
-        model: Transformer | Observed = _observed_step(checkpoint, given, device, dtype)
+        model: Any = _observed_step(checkpoint, given, device, dtype)
     else:
-        model = opened(read(checkpoint), given, device, dtype)
-    return _with_its_run(model, checkpoint)
+        model = open_state(read(checkpoint), given, device, dtype)
+    if (run := checkpoint.run) is not None:
+        try:
+            model.source |= {"run": run.name, "step": checkpoint.step, "seed": int(checkpoint.description["seed"])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadCheckpoint(f"{run / RUN_FILE} is no run description: {error}") from error
+    folder, form = run or checkpoint.path, formats().get(model.source.get("format", ""))
+    if folder.is_dir():
+        model.tokenizer = tokenizer_beside(folder, model.config.d_vocab)
+    elif form and form.tokenizer:
+        model.tokenizer = form.tokenizer(folder, model.config.d_vocab)
+    return model
 
 
-def opened(state: State, given: Given, device: Device = None, dtype: Dtype = None) -> Transformer | Observed:
-    """The model of a state: ours where our decoder computes it, else another library's, observed; see `load`."""
+def open_state(state: State, given: Given, device: Device = None, dtype: Dtype = None) -> Transformer | Observed:
+    """Return the model of a state: ours, or another library's, observed, if our decoder does not compute it."""
     try:
         design = infer(state, given)
     except NotCovered as reason:
@@ -101,7 +111,7 @@ def read_state(path: str | Path, *, key: str = "", strip_prefix: str = "") -> tu
 
 
 def _observed_step(checkpoint: Checkpoint, given: Given, device: Device, dtype: Dtype) -> Observed:
-    """A step whose model is another library's or of the owner's code; refuses settings of our decoder."""
+    """Return the model of a step that another library or a builder computes; refuses settings of our decoder."""
     name = checkpoint.run.name if checkpoint.run else ""
     if given:
         settings = [key for key in ("architecture", "config") if getattr(given, key)] + list(given.options)
@@ -118,18 +128,3 @@ def _observed_step(checkpoint: Checkpoint, given: Given, device: Device, dtype: 
             f"{BUILDERS}={builder}"
         )
     return builders.load(str(builder), read(checkpoint), device, dtype)
-
-
-def _with_its_run(model: Any, checkpoint: Checkpoint) -> Any:
-    """The model with its tokenizer and, for a step of a run, the run's name and seed."""
-    if (run := checkpoint.run) is not None:
-        try:
-            model.source |= {"run": run.name, "step": checkpoint.step, "seed": int(checkpoint.description["seed"])}
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadCheckpoint(f"{run / RUN_FILE} is no run description: {error}") from error
-    folder, form = run or checkpoint.path, formats().get(model.source.get("format"))
-    if folder.is_dir():
-        model.tokenizer = tokenizer_beside(folder, model.config.d_vocab)
-    elif form and form.tokenizer:
-        model.tokenizer = form.tokenizer(folder, model.config.d_vocab)
-    return model

@@ -1,8 +1,7 @@
-"""Plain stand-ins for what training scripts leave beside weights: numpy scalars and arrays, Namespaces, paths and dates.
+"""Plain replacements for objects that training scripts save beside weights: numpy scalars and arrays, Namespaces, paths and dates.
 
-PyTorch's safe unpickler takes a function for each global name that a file may hold. It gets these, so that neither numpy's
-nor anyone's constructors run on a file's bytes: numbers become Python numbers, Namespaces become dictionaries, paths become
-text, and arrays and dates become `NotRead`.
+PyTorch's safe unpickler calls one of these functions for each such name in a file, so that no other constructor runs. Numbers become
+Python numbers, Namespaces dictionaries, paths text, arrays and dates `NotRead`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 
 class NotRead:
-    """The place of a value that is neither weights nor settings, as a random generator's state."""
+    """A value that is neither weights nor settings, such as a random generator's state."""
 
     def __new__(cls, *_: Any) -> NotRead:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        """Forget it."""
+        """Ignore the state."""
 
     def __repr__(self) -> str:
         return "a value that is not read"
@@ -57,23 +56,18 @@ def _scalar(kind: Any = None, data: Any = b"", *_: Any) -> Any:
     return struct.unpack(f"{kind.order}{letter}", data)[0] if letter else NotRead()
 
 
-def _path(*parts: Any) -> str:
-    return "/".join(str(part) for part in parts).replace("//", "/")
-
-
-def _dictionary(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
 _NUMPY: dict[str, Callable[..., Any]] = {"scalar": _scalar, "_reconstruct": NotRead}
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 STAND_INS: dict[str, Callable[..., Any]] = {
-    "argparse.Namespace": Settings, "types.SimpleNamespace": Settings, "collections.defaultdict": _dictionary,
+    "argparse.Namespace": Settings, "types.SimpleNamespace": Settings, "collections.defaultdict": lambda *_: {},
     "numpy.dtype": _Type, "numpy.ndarray": NotRead, "numpy.core.numeric._frombuffer": NotRead,
     "numpy._core.numeric._frombuffer": NotRead,
     **{f"numpy.{core}.multiarray.{name}": function for core in ("core", "_core") for name, function in _NUMPY.items()},
-    **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    **{
+        f"{module}.{name}": lambda *parts: "/".join(map(str, parts)).replace("//", "/")
+        for module in ("pathlib", "pathlib._local") for name in _PATHS
+    },
     **{f"datetime.{name}": NotRead for name in ("datetime", "date", "time", "timedelta", "timezone")},
     **dict.fromkeys(("builtins.dict", "builtins.list", "builtins.int", "builtins.float", "builtins.set"), NotRead),
 }  # fmt: skip
-"""What PyTorch's safe unpickler calls for each of these global names."""
+"""Functions that PyTorch's safe unpickler calls for these global names."""

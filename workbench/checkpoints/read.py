@@ -36,10 +36,20 @@ def read(checkpoint: Checkpoint) -> State:
     path = checkpoint.path
     lease = None if checkpoint.mirror is None else reading(path)
     weights, info = _directory(path) if path.is_dir() else _file(path, checkpoint.key)
-    tensors = _under_prefix(_only_tensors(weights, path), checkpoint.strip_prefix, path)
-    tensors, stripped = _without_wrappers(tensors, path)
-    if checkpoint.strip_prefix:
-        stripped = (checkpoint.strip_prefix, *stripped)
+    tensors, prefix = (
+        {k: v for k, v in weights.items() if isinstance(k, str) and isinstance(v, Stored)},
+        checkpoint.strip_prefix,
+    )
+    for key, value in weights.items():
+        if key not in tensors and not str(key).endswith("_extra_state"):  # of modules, as Transformer Engine's
+            raise BadCheckpoint(f"{path}: {key!r} among the weights is no tensor but {_kind(value)}")
+    below = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if prefix and not below:
+        begins = sorted({f"{name.split('.')[0]}." for name in tensors})
+        raise BadCheckpoint(f"{path}: no tensor's name begins with {prefix!r}; {suggest(prefix, begins)}")
+    tensors, stripped = _without_wrappers(below, path)
+    if prefix:
+        stripped = (prefix, *stripped)
     step = checkpoint.step if info.step is None else info.step
     used = tuple(sorted({t.path for t in tensors.values()}))
     return State(tensors, replace(info, step=step, stripped=stripped, files=used), lease)
@@ -69,9 +79,9 @@ def _file(path: Path, key: str) -> tuple[Mapping[Any, Any], Info]:
 def _weights_in(
     container: Any, path: Path, key: str | None = None, given: str = ""
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The state dict inside nested containers, and the other keys met on the way; raises `BadCheckpoint` for none.
+    """Return the state dict inside nested containers, and the other keys; raises `BadCheckpoint` if there is no state dict.
 
-    `key`: where it lies in the outermost, if not under one of `CONTAINERS`. `given`: where the caller says that it lies.
+    `key` is the format's key of the state dict, `given` the caller's; otherwise it is under one of `CONTAINERS`.
     """
     beside: list[str] = []
     here = container
@@ -106,7 +116,7 @@ def _weights_in(
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold a directory's weights: one, or those that its index names."""
+    """Return a directory's files of weights: one, or those in its index."""
     if not is_directory(folder):
         refuse_shards(folder, UNREAD)
         raise BadCheckpoint(f"{folder} is no checkpoint: it has no {CONFIG} and no weights")
@@ -148,47 +158,24 @@ def _directory(folder: Path) -> tuple[dict[str, Stored], Info]:
     return tensors, Info(format=form, path=folder, step=step, config=read_json(folder / CONFIG))
 
 
-def _only_tensors(weights: Mapping[Any, Any], path: Path) -> dict[str, Stored]:
-    """A state dict without modules' extra state; anything else that is no tensor is refused by name."""
-    tensors = {k: v for k, v in weights.items() if isinstance(k, str) and isinstance(v, Stored)}
-    for key, value in weights.items():
-        if key not in tensors and not str(key).endswith("_extra_state"):
-            raise BadCheckpoint(f"{path}: {key!r} among the weights is no tensor but {_kind(value)}")
-    return tensors
-
-
-def _under_prefix(tensors: dict[str, Stored], prefix: str, path: Path) -> dict[str, Stored]:
-    """The tensors whose names begin with a prefix, without it; raises `BadCheckpoint` where there are none."""
-    chosen = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if prefix and not chosen:
-        begins = sorted({f"{name.split('.')[0]}." for name in tensors})
-        raise BadCheckpoint(f"{path}: no tensor's name begins with {prefix!r}; {suggest(prefix, begins)}")
-    return chosen
-
-
 def _without_wrappers(tensors: Mapping[str, Stored], path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Names without what DDP, FSDP, torch.compile and Lightning put before them, and what was taken, in order."""
+    """Remove the prefixes of DDP, FSDP, torch.compile and Lightning; return the tensors and the prefixes, in order."""
     names, taken = {name: name for name in tensors}, []
     for part in WRAPPERS:
         if any(part in name.split(".") for name in names.values()):
             names = {k: ".".join(p for p in name.split(".") if p != part) for k, name in names.items()}
             taken.append(f"{part}.")
-    while (shared := _shared(list(names.values()))) is not None:
-        names = {k: name.removeprefix(f"{shared}.") for k, name in names.items()}
-        taken.append(f"{shared}.")
+    while EMBEDDINGS not in names.values():  # `model.` is Llama's own
+        shared = next((f"{p}." for p in LEADING if names and all(n.startswith(f"{p}.") for n in names.values())), None)
+        if shared is None:
+            break
+        names = {k: name.removeprefix(shared) for k, name in names.items()}
+        taken.append(shared)
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
         both = [k for k, name in names.items() if name == twice]
         raise BadCheckpoint(f"{path} holds {twice} more than once: as {' and '.join(both)}; save one of them")
     return {names[k]: tensor for k, tensor in tensors.items()}, tuple(taken)
-
-
-def _shared(names: list[str]) -> str | None:
-    """A prefix that all names have and that is a wrapper's, not the model's own `model.`."""
-    for part in LEADING if names else ():
-        if all(name.startswith(f"{part}.") for name in names) and EMBEDDINGS not in names:
-            return part
-    return None
 
 
 def _kind(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Rotary settings of a configuration, as transformers reads them: which block counts, and which values are usable.
+"""Rotary settings of a configuration, as transformers reads them.
 
-A configuration holds `rope_parameters` or, in older files, `rope_scaling` and `rope_theta`; where both blocks are there,
-transformers reads `rope_scaling` alone. Our decoder computes the plain rotation (Su et al., 2021); transformers computes the others.
+A configuration has `rope_parameters` or, in older files, `rope_scaling` and `rope_theta`. If it has both blocks, transformers reads
+`rope_scaling` alone. Our decoder computes the plain rotation (Su et al., 2021); transformers computes the others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def check_rotary(config: Any, where: Path) -> None:
 
 
 def _blocks(values: Mapping[str, Any], key: str = "") -> Iterator[Mapping[str, Any]]:
-    """Every block of rotary settings in a configuration: of itself, of its parts, of each kind of layer."""
+    """Yield every block of rotary settings in a configuration, its parts and its kinds of layers."""
     if key in BLOCKS and "rope_type" in values:
         yield values
     for name, value in values.items():

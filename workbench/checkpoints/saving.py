@@ -1,4 +1,4 @@
-"""A model of ours on disk: a step directory, or a plain Llama's for other libraries.
+"""Models written to disk: a step directory, or a plain Llama directory for other libraries.
 
 A step is `config.json` (the Llama config plus the key `workbench`) and `model.safetensors` with Llama's tensor names.
 """
@@ -24,7 +24,7 @@ from workbench.observing.interception.weights import samples
 
 
 def llama_config(model: Transformer) -> dict[str, Any]:
-    """The contents of `config.json`: only a vanilla model calls itself a Llama, so no other opens as one by mistake."""
+    """Return the contents of `config.json`; only a vanilla model has the model type `llama`, so that others cannot open as one."""
     vanilla = not model.shortcuts
     return {
         "architectures": ["LlamaForCausalLM"] if vanilla else ["WorkbenchForCausalLM"],
@@ -39,12 +39,12 @@ def llama_config(model: Transformer) -> dict[str, Any]:
 
 
 def tied(model: Transformer) -> bool:
-    """Whether the head is the embeddings, the same numbers in the same place."""
+    """Return whether the output matrix and the embeddings share their memory."""
     return model.unembed.weight.data_ptr() == model.embed.weight.data_ptr()
 
 
 def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
-    """Write a step directory; weights first, so a directory with `config.json` is whole. Returns the folder."""
+    """Write a step directory and return it; weights come first, so that a directory with `config.json` is complete."""
     folder = Path(folder)
     tensors = {llama_name(n): p.detach().to("cpu").contiguous() for n, p in model.named_parameters()}
     if tied(model):
@@ -60,8 +60,7 @@ def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
 def export(model: HookedModel, folder: str | Path) -> Path:
     """Write a vanilla model as a plain Hugging Face Llama directory, tokenizer included; returns the folder.
 
-    transformers then computes the same logits. Raises `WorkbenchError` for any other architecture, which transformers
-    would open as a Llama that it is not, and for a folder that is not empty.
+    transformers then computes the same logits. Raises `WorkbenchError` for other architectures, and for a folder that is not empty.
     """
     folder = Path(folder)
     if not isinstance(model, Transformer):
@@ -85,7 +84,7 @@ def export(model: HookedModel, folder: str | Path) -> Path:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """safetensors with a full disk reported as the `OSError` it is."""
+    """Write a safetensors file; a full disk raises `OSError`."""
     try:
         save_file(dict(tensors), path, metadata)
     except SafetensorError as error:
@@ -93,16 +92,12 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dic
 
 
 def weights_hash(model: Transformer) -> str:
-    """Content address of a model: architecture, options, config and every tensor's bytes, none of them copied on a CPU.
+    """Return a hash of a model's architecture, options, config and weights. For an observed module, samples of its tensors are hashed."""
 
-    Of an observed module, whose numbers are not kept by it, a sample of each tensor's.
-    """
-    return digest_of(_parts(model))
+    def parts() -> Iterator[object]:
+        yield from (model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype))
+        for name, tensor in sorted(model.named_parameters()) if model.foreign is None else samples(model.foreign):
+            yield name
+            yield memoryview(tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy())
 
-
-def _parts(model: Transformer) -> Iterator[object]:
-    yield from (model.architecture, model.options, repr(model.config), str(model.embed.weight.dtype))
-    tensors = sorted(model.named_parameters()) if model.foreign is None else samples(model.foreign)
-    for name, tensor in tensors:
-        yield name
-        yield memoryview(tensor.detach().to("cpu").flatten().contiguous().view(torch.uint8).numpy())
+    return digest_of(parts())

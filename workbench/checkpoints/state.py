@@ -1,4 +1,4 @@
-"""What a checkpoint comes to: named tensors, unread, and the facts beside them."""
+"""Contents of a checkpoint: tensors by name, unread, and facts such as format, step and settings."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ Dtype = torch.dtype | None
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Facts of a checkpoint: `format`, `step` and `config` where it says them, prefixes `stripped` from tensor names.
+    """Facts of a checkpoint: format, step, settings and the prefixes `stripped` from tensor names.
 
-    `code` is a training script's text, for reading only. `beside`: what else the file holds. `base`: the
-    folder of the model that an adapter was merged into.
+    `code` is a training script's text, which is never run. `beside` are the file's other keys, `base` is the folder of an adapter's base.
     """
 
     format: str
@@ -41,19 +40,23 @@ class Info:
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """SHA-256 of each file that weights were read from, by file name."""
-        return {path.name: _sha256(path) for path in self.files}
+        """SHA-256 of each file of weights, by file name."""
+        sums = {}
+        for path in self.files:
+            with path.open("rb", buffering=0) as file:
+                sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return sums
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What a model keeps of where it came from, as JSON values."""
+        """Origin of the model, as JSON values for `model.source`."""
         return {
             "path": str(self.path), "format": self.format, "step": self.step, "stripped": list(self.stripped),
             "sha256": self.sha256,
         }  # fmt: skip
 
     def sentence(self) -> str:
-        """The facts in a sentence."""
+        """Return the facts in a sentence."""
         step = "" if self.step is None else f" of step {self.step}"
         config = f"; its configuration: {dict(self.config)}" if self.config else ""
         beside = f"; beside the weights: {', '.join(self.beside)}" if self.beside else ""
@@ -62,20 +65,20 @@ class Info:
 
 @dataclass(frozen=True)
 class State:
-    """Tensors by name, unread, and the facts beside them."""
+    """Tensors of a checkpoint by name, unread, and its facts."""
 
     tensors: dict[str, Stored]
     info: Info
     lease: object = None
-    """Keeps the files in the cache while the state lives."""
+    """Protects the files in the cache from eviction while the state lives."""
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Shape of each tensor."""
+        """Shape of each tensor by name."""
         return {name: list(stored.shape) for name, stored in self.tensors.items()}
 
     def read(self, dtype: Dtype = None, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor), one after the other; names that share a tensor in the file share it here."""
+        """Yield every (name, tensor); names that share a tensor in the file share it here."""
         seen: dict[Any, torch.Tensor] = {}
         for name, stored in self.tensors.items():
             place = stored.place
@@ -84,20 +87,15 @@ class State:
             yield name, seen[place]
 
     def check(self) -> None:
-        """Hold checksums, where the format has them, against the bytes of the tensors."""
+        """Compare checksums, if the format has them, with the bytes of the tensors."""
         for path in self.info.files:
-            mine = [t for t in self.tensors.values() if t.path == path and t.held is None]
-            if mine and path.suffix != ".safetensors":
-                check_sums(path, mine)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+            inside = [t for t in self.tensors.values() if t.path == path and t.held is None]
+            if inside and path.suffix != ".safetensors":
+                check_sums(path, inside)
 
 
 def refuse_immense(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
-    """Raise `BadCheckpoint` naming a weight beyond `IMMENSE`: it is finite, and what is computed with it is not."""
+    """Raise `BadCheckpoint` for a weight beyond `IMMENSE`, which is finite but makes logits infinite."""
     for name, weight in weights:
         if weight.numel() and weight.is_floating_point():
             wide = weight.detach() if weight.element_size() > 1 else weight.detach().float()
@@ -110,7 +108,7 @@ def refuse_immense(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> N
 
 
 def misfits(shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
-    """Missing, unexpected and misshapen tensors, a line for each and five of a kind at most; empty where there are none."""
+    """Return missing, unexpected and misshapen tensors, a line each and at most five of a kind; empty if all fit."""
     missing, unexpected = sorted(wanted.keys() - shapes), sorted(shapes.keys() - wanted)
     misshapen = [n for n in wanted if n in shapes and list(wanted[n]) != list(shapes[n])]
     lines = [f"missing {n}; {suggest(n, unexpected)}" for n in missing[:5]]
@@ -121,7 +119,7 @@ def misfits(shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[i
 
 
 def prefix_advice(names: Iterable[str], wanted: Iterable[str]) -> str:
-    """How to open tensors that have the wanted names under a prefix; empty where no prefix gives more than half of them."""
+    """Return how to open tensors that have the wanted names below a prefix; empty if less than half of them have."""
     wanted, prefixes = set(wanted), Counter[str]()
     for name in names:
         parts = name.split(".")
@@ -135,5 +133,5 @@ def prefix_advice(names: Iterable[str], wanted: Iterable[str]) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """A number of steps, None for anything else."""
+    """Return a number of steps, None for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,7 +1,6 @@
-"""Tensors where they lie in files: known by name, type and shape, read once and only when asked for.
+"""Tensors in files: known by name, type and shape, read on demand.
 
-A tensor's bytes are read straight into its own memory, so opening a checkpoint takes the memory of its weights and a
-file that its owner overwrites later does not change a model that was opened before.
+Bytes are read into memory, not mapped: a file that is overwritten later does not change an open model.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """One tensor of a checkpoint: in a file from byte `offset` on, or (from files of before 2020) `held` in memory."""
+    """One tensor of a checkpoint: in a file from byte `offset` on, or `held` in memory (after merging an adapter)."""
 
     path: Path
     dtype: torch.dtype
@@ -43,20 +42,20 @@ class Stored:
 
     @property
     def place(self) -> object:
-        """Equal for tensors that are the same bytes in the same order."""
+        """A key that is equal for tensors of the same bytes in the same order."""
         if self.held is not None:
             return self.held.data_ptr(), self.shape, self.held.stride()
         return self.path, self.offset, self.shape, self.stride, self.lies_as, self.dtype
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one."""
+        """Number of elements from the first to the last one in the file."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.lies_as or self.shape, self.stride, strict=True))
 
     def half_rotated(self, heads: int) -> Stored:
-        """The same projection [heads * d_head, d_model] with the even rows of each head before the odd ones."""
+        """Return the projection [heads * d_head, d_model] with each head's even rows before its odd rows."""
         rows, width = self.shape
         if self.held is not None:
             halves = self.held.view(heads, -1, 2, width).transpose(1, 2)
@@ -67,7 +66,7 @@ class Stored:
         return replace(self, stride=strides, lies_as=(heads, 2, pairs, width))
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor [shape], of its own or another type; raises `BadCheckpoint` for NaN, Inf and lost bytes."""
+        """Read the tensor, in its own or another type; raises `BadCheckpoint` for NaN, Inf and missing bytes."""
         if self.held is not None:
             self._refuse_unbounded(name, self.held.flatten())
             return self.held.to(dtype or self.dtype)
@@ -83,12 +82,12 @@ class Stored:
         return flat.as_strided(self.lies_as or self.shape, self.stride).contiguous().view(self.shape)
 
     def check(self, name: str) -> None:
-        """Read the tensor and forget it; raises as `read` does."""
+        """Check the tensor without keeping it; raises as `read` does."""
         for chunk in self._chunks(name) if self.held is None else [self.held.flatten()]:
             self._refuse_unbounded(name, chunk)
 
     def _chunks(self, name: str, into: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The elements in pieces, each in its place in `into`, or else all in one buffer."""
+        """Yield the elements in pieces, read into `into` or into one buffer."""
         size = torch.empty(0, dtype=self.dtype).element_size()
         step = CHUNK // size
         buffer = torch.empty(min(self.span, step), dtype=self.dtype) if into is None else None
@@ -98,8 +97,11 @@ class Stored:
                 for begin in range(0, self.span, step):
                     n = min(step, self.span - begin)
                     chunk = into[begin : begin + n] if into is not None else buffer[:n]  # type: ignore[index]
-                    if not _filled(file, memoryview(chunk.view(torch.uint8).numpy())):
-                        raise BadCheckpoint(f"{self.path} ends inside {name}: it is cut off; copy it again")
+                    space = memoryview(chunk.view(torch.uint8).numpy())
+                    while len(space):
+                        if not (count := file.readinto(space)):
+                            raise BadCheckpoint(f"{self.path} ends inside {name}: it is cut off; copy it again")
+                        space = space[count:]
                     yield chunk
         except OSError as error:
             raise BadCheckpoint(f"{self.path} cannot be read: {error}") from error
@@ -114,15 +116,6 @@ class Stored:
             raise BadCheckpoint(
                 f"{self.path}: {name} holds {what}: the training diverged or the file is damaged; choose an earlier step"
             )
-
-
-def _filled(file: Any, space: memoryview) -> bool:
-    """Read until a space is full; False where the file ends before."""
-    while len(space):
-        if not (n := file.readinto(space)):
-            return False
-        space = space[n:]
-    return True
 
 
 HEAD = 256  # bytes that tell the kind of a file
@@ -176,7 +169,7 @@ def refuse_other_kinds(path: Path) -> None:
 
 
 def safetensors_table(path: Path) -> dict[str, Stored]:
-    """Names and places of the tensors of one safetensors file; raises `BadCheckpoint`."""
+    """Return the tensors of a safetensors file by name; raises `BadCheckpoint`."""
     refuse_other_kinds(path)
     try:
         with safe_open(path, framework="pt"):  # checks header, sizes and gaps

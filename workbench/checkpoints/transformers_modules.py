@@ -1,7 +1,6 @@
-"""Checkpoints our decoder does not compute, as modules of the library that does, observed from outside.
+"""Modules of other libraries for checkpoints that our decoder does not compute, observed from outside.
 
-Hugging Face directories become `transformers` models (never with code from the directory); the files of a code base become what
-its format says, as nanoGPT's become that library's GPT-2.
+A Hugging Face directory is opened by `transformers`, never with code from the directory. nanoGPT's files become its GPT-2.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EXAMPLE = 32  # random tokens on which another library's module is observed firs
 
 
 def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dtype = None) -> Observed:
-    """The module of a checkpoint, observed, with the facts of its files; see `module_of`."""
+    """Return the module of a checkpoint, observed, with the facts of its files."""
     module = module_of(state, reason, dtype).to(device or "cpu")
     config = module.config.get_text_config()  # of a model of several parts, as Gemma 3 with its vision tower
     longest = int(getattr(config, "max_position_embeddings", EXAMPLE) or EXAMPLE)
@@ -43,9 +42,9 @@ def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dty
 
 
 def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
-    """The module a checkpoint belongs to, in evaluation mode, with an `ObservedInstead` warning that says why.
+    """Return the module of a checkpoint, in evaluation mode, with an `ObservedInstead` warning.
 
-    Raises `reason`, and what would work, where no library here computes the model.
+    Raises `reason`, and what would work, if no library here computes the model.
     """
     form = formats().get(state.info.format)
     module = form.module(state, dtype) if form and form.module else None
@@ -61,8 +60,8 @@ def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
 
 
 def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
-    """The causal model that transformers makes of a directory; raises `BadCheckpoint` that begins with `reason`."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    """Return the causal model of transformers in a directory; raises `BadCheckpoint` that begins with `reason`."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     folder = state.info.base or state.info.path
     if "auto_map" in (state.info.config or {}) and (state.info.config or {}).get("model_type") not in CONFIG_MAPPING:
@@ -83,7 +82,15 @@ def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
         stored.check(name)
     try:
         with quiet():
-            module, report = _filled(state, config, dtype or torch.float32)
+            options: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype or torch.float32}
+            if state.info.stripped or state.info.base is not None:  # the tensors have other names than in the file
+                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                module, report = kind.from_pretrained(
+                    None, state_dict=dict(state.read(options["dtype"], None)), **options
+                )
+            else:
+                options |= {"local_files_only": True, "trust_remote_code": False}
+                module, report = AutoModelForCausalLM.from_pretrained(state.info.path, **options)
     except Exception as error:
         raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
     kinds = ("missing", "unexpected", "mismatched")
@@ -95,23 +102,9 @@ def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
     return module.eval()
 
 
-def _filled(state: State, config: Any, dtype: torch.dtype) -> Any:
-    """(module, what was missing) as transformers fills one."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    given: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype}
-    if not state.info.stripped and state.info.base is None:
-        given |= {"local_files_only": True, "trust_remote_code": False}
-        return AutoModelForCausalLM.from_pretrained(state.info.path, **given)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[
-        type(config)
-    ]  # names in the file are not its own: it gets the tensors instead
-    return kind.from_pretrained(None, state_dict=dict(state.read(dtype, None)), **given)
-
-
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Without requests to the Hub, and without the progress bar and the report that transformers prints."""
+    """Suppress requests to the Hub, and transformers' progress bar and reports."""
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Tokenizers that come with checkpoints: ours, or any `tokenizer.json` of the `tokenizers` library."""
+"""Tokenizers beside checkpoints: ours, or any `tokenizer.json` of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import json
 from pathlib import Path
 from typing import Any
-
-import tokenizers
 
 from workbench.data.foreign_tokenizer import ForeignTokenizer
 from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, Tokenizer
@@ -19,12 +17,18 @@ TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`; raises `BadCheckpoint` for a damaged one."""
+    """Return the tokenizer of a `tokenizer.json`; raises `BadCheckpoint` for a damaged one."""
     try:
         backend = open_backend(read_text(path))
         ours = [*map(backend.token_to_id, (EOS, BOS))] == [EOS_ID, BOS_ID]
         if not ours:
-            foreign = ForeignTokenizer(backend, *_ends(path.with_name(SETTINGS), backend))
+            settings = path.with_name(SETTINGS)
+            values: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
+            tokens = (values.get(key) for key in ("bos_token", "eos_token"))
+            names = (n.get("content") if isinstance(n, dict) else n for n in tokens)
+            foreign = ForeignTokenizer(
+                backend, *(backend.token_to_id(n) if isinstance(n, str) else None for n in names)
+            )
             _ = foreign.vocab_size, foreign._legible
             return foreign
     except Exception as error:  # the library raises bare Exception for damaged JSON
@@ -32,16 +36,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def _ends(settings: Path, backend: tokenizers.Tokenizer) -> tuple[int | None, int | None]:
-    values: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
-    tokens = (values.get(key) for key in ("bos_token", "eos_token"))
-    names = (n.get("content") if isinstance(n, dict) else n for n in tokens)
-    begin, end = (backend.token_to_id(n) if isinstance(n, str) else None for n in names)
-    return begin, end
-
-
 def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:
-    """The tokenizer in a checkpoint's folder, None without one; raises `BadCheckpoint` where it is another model's."""
+    """Return the tokenizer in a checkpoint's folder, None without one; raises `BadCheckpoint` if it has too many tokens."""
     path = folder / TOKENIZER
     if not path.exists():
         return None
@@ -55,7 +51,7 @@ def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int) -> dict[str, int | None]:
-    """Write a tokenizer as transformers reads it; the special ids for the model's config."""
+    """Write a tokenizer for transformers, and return the special ids for the model's config."""
     tokenizer.save(folder / TOKENIZER)
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}

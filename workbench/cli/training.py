@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from workbench.console import Task
 
 TASKS = ("text", "repeated", "backcopy")
-SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME, library: (Python's own files); default the embedded text."
+SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; default the embedded text."
 StudyFile = Annotated[
     str, typer.Argument(help="A name of `workbench list studies`, or a .toml file.", autocompletion=studies)
 ]

@@ -1,4 +1,4 @@
-"""What models read: text as documents and tokens, synthetic tasks, and the sources that training and measuring draw from."""
+"""Data for training and measuring: text as documents and tokens, synthetic tasks, tokenizers and data sources."""
 
 from __future__ import annotations
 

@@ -1,26 +1,18 @@
-"""Text as documents: a Python's standard library (no network) or the user's files, split by source into two sides.
+"""Text corpora: documents of a user's files or the embedded text, split by source into training and validation.
 
-A *document* is one source file's code (domain `python`, docstrings removed), one file's docstrings joined (`prose`), or
-one topic of the language reference (`prose`). A source lies wholly on one side, `train` or `validation`, decided by a
-hash of its name alone, so code and docstrings of a file never face each other. The text differs between builds of
-Python: the manifest records what was read.
+A hash of a source's name decides its side. The embedded text has the domains `python` (code) and `prose` (docstrings).
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib
-import inspect
 import itertools
 import json
 import os
 import platform
 import re
-import sysconfig
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,29 +22,24 @@ import numpy as np
 
 from workbench.data.texts import TABLES, dataset_rows, is_dataset, joined, rows_of_file
 from workbench.errors import BadData, UnknownName
-from workbench.files import open_regular, read_bytes, read_json, replacing, write_json
+from workbench.files import MAX_CORPUS, open_regular, read_bytes, read_json, replacing, write_json
 
 SPLITS = ("train", "validation")
-DEFAULT_BYTES = 8_000_000  # all prose of the library and half of its code; 5 to 6 MB once copies are dropped
 VALIDATION = 0.1
 SUFFIXES = (".txt", ".md", ".py", *TABLES)
-MIN_BYTES, MAX_BYTES = 20_000, 64_000_000  # of the user's own text, which is held in memory
+MIN_BYTES = 20_000
 PIECE, LONGEST_PIECE = 4_000, 16_000  # characters
-MIN_DOCUMENT = 200  # characters; what is left of a file after its copies are gone is noise below this
+MIN_DOCUMENT = 200  # characters of a document that is left after repeats are removed
 
 WORD = re.compile(r"\w+|[^\w\s]")
 BLANK = re.compile(r"\n(?:[ \t\f]*\n)+")
 WINDOW = 25  # words and signs, about 50 tokens of a small vocabulary
-MIN_REPEAT = 8  # shorter paragraphs (`else: return None`) repeat by nature
-
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-TOPICS = "pydoc_data/topics.py"
-SKIPPED_FILES = re.compile(rf"(.*/)?_sysconfig(data|_vars).*|{TOPICS}")  # machine paths; the topics come as prose
+MIN_REPEAT = 8  # words of a paragraph that can count as a repeat; shorter ones (`else: return None`) repeat by nature
 
 
 @dataclass(frozen=True)
 class Document:
-    """One coherent text, its source, its domain and its side of the split."""
+    """A text with its source, domain and side of the split."""
 
     source: str
     domain: str
@@ -62,7 +49,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and the manifest that says where they come from."""
+    """Documents, and a manifest of their sources."""
 
     documents: tuple[Document, ...]
     manifest: dict[str, Any]
@@ -80,76 +67,33 @@ class Corpus:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the documents, in order; the manifest does not enter."""
+        """SHA-256 of the documents, in order, without the manifest."""
         sha = hashlib.sha256()
         for document in self.documents:
             sha.update(json.dumps(asdict(document)).encode() + b"\n")
         return sha.hexdigest()
 
 
-def library(max_bytes: int = DEFAULT_BYTES) -> Corpus:
-    """The running Python's standard library: at most `max_bytes` of text, at most half of it in each domain.
-
-    Sources are taken in the order of a hash of their names, so a smaller corpus is a sample and not the letters A to C.
-    """
-    room, least = _room(max_bytes), max_bytes // 100
-    manifest: dict[str, Any] = {"origin": "standard library", "max_bytes": max_bytes, "files": [], "skipped": []}
-    documents: list[Document] = []
-    for source, origin in sorted(library_sources(), key=lambda pair: _fraction("order", pair[0])):
-        if max(room.values()) < least:
-            break
-        split = "validation" if _fraction("split", source) < VALIDATION else "train"
-        for domain, text in zip(room, _read_source(source, origin, manifest), strict=True):
-            if text and _fits(text, room, domain):
-                documents.append(Document(source, domain, split, text))
-    return _finish(documents, manifest)
-
-
 def within(corpus: Corpus, max_bytes: int) -> Corpus:
-    """A sample of a library's corpus in the same order: at most `max_bytes` of text, at most half of it in each domain."""
-    room = _room(max_bytes)
-    chosen = {
-        (d.source, d.domain)
-        for d in sorted(corpus.documents, key=lambda d: _fraction("order", d.source))
-        if _fits(d.text, room, d.domain)
-    }
-    kept = tuple(d for d in corpus.documents if (d.source, d.domain) in chosen)
-    return Corpus(kept, corpus.manifest | {"max_bytes": max_bytes})
-
-
-def _room(max_bytes: int) -> dict[str, int]:
+    """Return a sample of at most `max_bytes`, with equal shares of all domains."""
     if max_bytes < 100_000:
         raise BadData(f"max_bytes is {max_bytes}; give at least 100000")
-    return dict.fromkeys(("python", "prose"), max_bytes // 2)
-
-
-def _fits(text: str, room: dict[str, int], domain: str) -> bool:
-    """Whether a text still fits into its domain's room, which it then takes."""
-    size = len(text.encode())
-    if fits := size <= room[domain]:
-        room[domain] -= size
-    return fits
-
-
-def _read_source(source: str, origin: Path | str, manifest: dict[str, Any]) -> tuple[str, str]:
-    """The (code, prose) of a library source, noted in the manifest; two empty texts where it cannot be read."""
-    try:
-        data = origin.encode() if isinstance(origin, str) else read_bytes(origin)
-        texts = ("", origin) if isinstance(origin, str) else code_and_prose(data.decode("utf-8-sig"))
-        "".join(texts).encode()  # an escape in a docstring can be half a character
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        manifest["skipped"].append({"source": source, "reason": f"{type(error).__name__}: {error}"})
-        return "", ""
-    manifest["files"].append(_entry(source, data))
-    return texts
+    room = dict.fromkeys(corpus.domains, max_bytes // len(corpus.domains))
+    selected = set()
+    for document in sorted(corpus.documents, key=lambda d: _fraction("order", d.source)):
+        size = len(document.text.encode())
+        if size <= room[document.domain]:
+            room[document.domain] -= size
+            selected.add((document.source, document.domain))
+    documents = tuple(d for d in corpus.documents if (d.source, d.domain) in selected)
+    return Corpus(documents, corpus.manifest | {"max_bytes": max_bytes})
 
 
 def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -> Corpus:
-    """The user's own UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`.
+    """Return a corpus of UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`.
 
-    Every file is cut into documents of roughly 4 to 16 kB at blank lines (at line ends where there are none), so that
-    even one big file has two sides. With ten files or more a file lies wholly on one side; with fewer, each document
-    does. A folder's domain is its name; files given one by one are the domain `text`.
+    Files are cut into documents of roughly 4 to 16 kB at blank lines or line ends. From ten files on, a file lies on one side; with fewer,
+    each document does. A folder's domain is its name; single files are the domain `text`.
     """
     if not 0 < validation < 1:
         raise BadData(f"validation is {validation}; give a share between 0 and 1, such as {VALIDATION}")
@@ -162,7 +106,7 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
-    """Files and datasets cut into documents, all on one side, and an entry for each of them."""
+    """Return files and datasets as documents, all on one side, and an entry for each file."""
     paths = list(paths)
     named = [str(path) for path in paths if is_dataset(path)]
     given = [Path(path) for path in paths if not is_dataset(path)]
@@ -175,7 +119,7 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
         rows = rows_of_file(path, data) if path.suffix in TABLES else [_checked_text(path, data)]
         documents += _cut(source, domain, split, rows)
     for name in named:
-        domain, rows = dataset_rows(name, MAX_BYTES)
+        domain, rows = dataset_rows(name, MAX_CORPUS)
         files.append(_entry(name, joined(rows)))
         documents += _cut(name, domain, split, rows)
     return documents, files
@@ -187,7 +131,7 @@ def _cut(source: str, domain: str, split: str, rows: Iterable[str]) -> list[Docu
 
 
 def save(corpus: Corpus, folder: Path) -> None:
-    """Write documents.parquet and manifest.json, each whole or absent, the manifest last."""
+    """Write documents.parquet, then manifest.json, each atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -198,7 +142,7 @@ def save(corpus: Corpus, folder: Path) -> None:
 
 
 def load(folder: Path) -> Corpus:
-    """Read what `save` wrote; a missing or damaged folder is refused."""
+    """Read a saved corpus; a missing or damaged folder is refused."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -215,66 +159,8 @@ def load(folder: Path) -> Corpus:
     return corpus
 
 
-def code_and_prose(text: str) -> tuple[str, str]:
-    """One Python file as (its code without docstrings, its docstrings as paragraphs)."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        tree = ast.parse(text)
-    scopes = list(_scopes(tree))
-    notes = [note for scope in scopes if (note := ast.get_docstring(scope, clean=False))]
-    return _without_docstrings(text, scopes), "\n\n".join(inspect.cleandoc(note) for note in notes)
-
-
-def _without_docstrings(text: str, scopes: list[Any]) -> str:
-    """Cut the docstrings out of the source text, which keeps comments and layout; a body never becomes empty."""
-    lines: list[bytes | None] = [line.encode() for line in text.split("\n")]  # ast counts columns in bytes
-    for scope in scopes:
-        strings = list(itertools.takewhile(_is_string, scope.body))
-        needs_body = len(strings) == len(scope.body) and not isinstance(scope, ast.Module)
-        for node in reversed(strings):  # from the end, so that columns to the left stay valid
-            before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
-            alone = not before.strip() and after.strip()[:1] in (b"", b"#")
-            rest = before + (b"" if alone and not needs_body else b"pass") + after
-            lines[node.lineno - 1 : node.end_lineno] = [None] * (node.end_lineno - node.lineno + 1)
-            lines[node.lineno - 1] = rest if rest.strip() else None
-    return b"\n".join(line for line in lines if line is not None).decode().strip("\n") + "\n"
-
-
-def _scopes(tree: ast.Module) -> Iterator[Any]:
-    """The module, classes and functions, found through statements only: most nodes are expressions and hold none."""
-    stack: list[Any] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-        for field in ("cases", "finalbody", "orelse", "handlers", "body"):
-            stack.extend(reversed(getattr(node, field, ())))
-
-
-def _is_string(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def library_sources() -> list[tuple[str, Path | str]]:
-    """Every source of the standard library: (relative path, the file) or (topic name, its text)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources: list[tuple[str, Path | str]] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
-        paths = [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
-        sources += [(path, root / path) for path in paths if not SKIPPED_FILES.fullmatch(path)]
-    if len(sources) < 20:
-        raise BadData(f"this Python has {len(sources)} source files in {root}; name text files of your own instead")
-    try:
-        topics = importlib.import_module("pydoc_data.topics").topics
-    except ImportError:  # some distributions package it apart
-        topics = {}
-    return sources + [(f"{TOPICS}#{name}", text) for name, text in topics.items()]
-
-
 def pieces(text: str) -> list[str]:
-    """Cut a text at the first blank line past 4,000 characters, or else before 16,000 at a line end or space."""
+    """Cut a text at the first blank line after 4,000 characters, or before 16,000 at a line end or space."""
     parts, start = [], 0
     while start < len(text):
         limit = start + LONGEST_PIECE
@@ -290,7 +176,7 @@ def pieces(text: str) -> list[str]:
 
 
 def _text_files(paths: list[Path]) -> dict[Path, tuple[str, bytes]]:
-    """Each file under `paths` once, with its domain and its bytes; empty files inside folders are passed over."""
+    """Return domain and bytes of each file under `paths`, once, without the empty files of folders."""
     contents: dict[Path, tuple[str, bytes]] = {}
     total = 0
     for path in paths:
@@ -299,10 +185,10 @@ def _text_files(paths: list[Path]) -> dict[Path, tuple[str, bytes]]:
         inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
         domain = (path.resolve().name if path.is_dir() else "") or "text"
         for file in inside:
-            if (total := total + file.stat().st_size) > MAX_BYTES:
-                raise BadData(f"more than {MAX_BYTES} bytes of text; it is held in memory, so give fewer files")
+            if (total := total + file.stat().st_size) > MAX_CORPUS:
+                raise BadData(f"more than {MAX_CORPUS} bytes of text; it is held in memory, so give fewer files")
             try:
-                data = read_bytes(file, MAX_BYTES)
+                data = read_bytes(file, MAX_CORPUS)
             except OSError as error:
                 raise BadData(f"cannot read {file} ({error.strerror}); leave it out") from error
             if data.strip() or not path.is_dir():
@@ -324,7 +210,7 @@ def _checked_text(path: Path, data: bytes) -> str:
 
 
 def _choose_sides(documents: list[Document], share: float) -> list[Document]:
-    """Move units, in the order of a hash of their names, to validation until `share` of the text is there."""
+    """Move files (or documents, of fewer than ten files) to validation, by hashed name, up to a `share` of the text."""
     files = {document.source.rpartition("#")[0] for document in documents}
     unit = {d.source: d.source.rpartition("#")[0] if len(files) >= 10 else d.source for d in documents}
     sizes: Counter[str] = Counter()
@@ -344,14 +230,17 @@ def _entry(source: str, data: bytes) -> dict[str, Any]:
 
 
 def _fraction(purpose: str, name: str) -> float:
-    """A number in [0, 1) that depends on the name and on nothing else."""
+    """Return a number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(f"workbench {purpose} {name}".encode()).digest()[:6], "big") / 2**48
 
 
 def _finish(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
-    """Drop repeats, train first so that validation loses; refuse a corpus with an empty side."""
+    """Return a corpus without repeated paragraphs, which validation loses first; an empty side is refused."""
     ordered = sorted(documents, key=lambda document: SPLITS.index(document.split))
-    blocks = [(owner, block) for owner, document in enumerate(ordered) for block in _blocks(document.text)]
+    blocks = []  # (document, paragraph with the blank lines after it)
+    for owner, document in enumerate(ordered):
+        ends = [0, *(match.end() for match in BLANK.finditer(document.text)), len(document.text)]
+        blocks += [(owner, document.text[a:b]) for a, b in itertools.pairwise(ends) if a < b]
     repeated = _repeats([block for _, block in blocks], [ordered[o].split == "validation" for o, _ in blocks])
     texts = [""] * len(ordered)
     for (owner, block), drop in zip(blocks, repeated, strict=True):
@@ -365,14 +254,8 @@ def _finish(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
     return corpus
 
 
-def _blocks(text: str) -> list[str]:
-    """Paragraphs with the blank lines after them; their concatenation is the text."""
-    ends = [match.end() for match in BLANK.finditer(text)]
-    return [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)]) if a < b]
-
-
 def _repeats(blocks: list[str], strict: list[bool]) -> np.ndarray:
-    """Which blocks repeat earlier ones: half of their windows of 25 words or, where strict, a single window."""
+    """Return whether each block repeats earlier ones: in half of its windows of 25 words or, if strict, in one window."""
     vocabulary: dict[str, int] = {}
     numbers = [[vocabulary.setdefault(word, len(vocabulary) + 1) for word in WORD.findall(block)] for block in blocks]
     lengths = np.array([len(ids) for ids in numbers])

@@ -1,7 +1,4 @@
-"""The embedded text: the standard library of one Python, pinned in `data/corpus`, so that losses agree between machines.
-
-`workbench.data.corpus.library` built it; that of the reader's own Python has other documents under each version.
-"""
+"""The embedded text: the standard library of Python 3.11.7, in `data/corpus`, so that losses agree between machines."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from workbench.places import SHIPPED
 
 
 def embedded(max_bytes: int | None = None) -> Corpus:
-    """The pinned corpus or, with `max_bytes`, a sample of it: at most that much text, at most half of it in each domain.
-
-    Raises `BadData` where it is not what its manifest says.
-    """
+    """Return the embedded corpus, or a sample of at most `max_bytes`; raises `BadData` if it does not match its manifest."""
     corpus = _pinned(SHIPPED / "corpus")
     return corpus if max_bytes is None else within(corpus, max_bytes)
 

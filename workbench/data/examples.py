@@ -13,7 +13,7 @@ from workbench.places import SHIPPED
 
 @dataclass(frozen=True)
 class Example:
-    """A text, the phenomenon that it is an example of, what to look at, and a second text of as many tokens to patch into."""
+    """A text, its phenomenon, what to look at, and a second text of as many tokens to patch into."""
 
     phenomenon: str
     look: str
@@ -23,7 +23,7 @@ class Example:
 
 @lru_cache(maxsize=1)
 def examples() -> tuple[Example, ...]:
-    """Return the example prompts, in their order; raises `BadData` for a file that cannot be read, and for other keys."""
+    """Return the example prompts; raises `BadData` for a file that cannot be read or has other keys."""
     path = SHIPPED / "prompts.toml"
     try:
         return tuple(Example(**entry) for entry in tomllib.loads(read_text(path))["prompts"])

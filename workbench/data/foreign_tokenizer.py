@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` and transformers libraries behind our own interface, and token ids from what they return.
+"""Tokenizers of the `tokenizers` and transformers libraries with our interface, and token ids from their outputs.
 
 as_tokenizer(AutoTokenizer.from_pretrained("gpt2", local_files_only=True)).encode("The cat")
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from workbench.data.tokenizer import VISIBLE, Tokenizer, _byte_of_character, _visible
+from workbench.data.tokenizer import VISIBLE, Tokenizer, byte_of_character, visible
 from workbench.errors import BadData
 
 PROBE = "The cat sat on the mat: 1 + 2 = 3, and so on.\n"
@@ -19,7 +19,7 @@ _BESIDE_IDS = ("attention_mask", "token_type_ids", "position_ids", "length", "sp
 
 
 class ForeignTokenizer(Tokenizer):
-    """Any other tokenizer; where a document begins and ends is known only if its settings name these tokens."""
+    """A tokenizer of another library; `begin` and `end` are the ids around a document, if its settings name them."""
 
     def __init__(self, backend: tokenizers.Tokenizer, begin: int | None = None, end: int | None = None) -> None:
         super().__init__(backend)
@@ -47,15 +47,15 @@ class ForeignTokenizer(Tokenizer):
 
     @cached_property
     def _legible(self) -> list[str]:
-        byte = _byte_of_character()
+        byte = byte_of_character()
         names = [self._backend.id_to_token(i) or "" for i in range(self.vocab_size)]
         if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
-            return [_visible(bytes(byte[c] for c in n)) if all(c in byte for c in n) else n for n in names]
+            return [visible(bytes(byte[c] for c in n)) if all(c in byte for c in n) else n for n in names]
         return ["".join(VISIBLE.get(c, c) for c in name.replace("▁", " ")) for name in names]
 
 
 def as_tokenizer(given: Any, d_vocab: int) -> Any:
-    """Return a tokenizer with our interface for one of ours, of the `tokenizers` library or a fast one of transformers.
+    """Return a tokenizer with our interface, from the `tokenizers` library or a fast tokenizer of transformers.
 
     The given tokenizer is copied, not changed. None stays None. Text is encoded without special tokens, as with our own tokenizers.
 
@@ -77,9 +77,11 @@ def as_tokenizer(given: Any, d_vocab: int) -> Any:
         )
     try:
         copied = tokenizers.Tokenizer.from_str(backend.to_str())
-        begin, end = (_number(getattr(given, name, None)) for name in ("bos_token_id", "eos_token_id"))
+        ends = (getattr(given, name, None) for name in ("bos_token_id", "eos_token_id"))
+        begin, end = (n if isinstance(n, int) and not isinstance(n, bool) else None for n in ends)
         tokenizer = ForeignTokenizer(copied, begin, end)
-        alike = tokenizer.encode(PROBE) == list(_ids_of_probe(given))
+        encoded: Any = given.encode(PROBE, add_special_tokens=False)
+        alike = tokenizer.encode(PROBE) == list(encoded.ids if isinstance(given, tokenizers.Tokenizer) else encoded)
     except Exception as error:  # of parts written in Python, which cannot be copied
         raise BadData(
             f"tokenizer, a {type(given).__name__}, cannot be copied ({error}): give token ids instead of text"
@@ -96,17 +98,8 @@ def as_tokenizer(given: Any, d_vocab: int) -> Any:
     return tokenizer
 
 
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _ids_of_probe(given: Any) -> Any:
-    encoded = given.encode(PROBE, add_special_tokens=False)
-    return encoded.ids if isinstance(given, tokenizers.Tokenizer) else encoded
-
-
 def ids_of(example: Any, tokenizer: Any) -> Any:
-    """Return token ids from text, a list of texts or a tokenizer's output (`BatchEncoding`, dict); other values as they are.
+    """Return token ids of text, texts or a tokenizer's output (`BatchEncoding`, dict); other values are returned unchanged.
 
     Args:
         example: Text needs `tokenizer`; texts must have one length in tokens; a tokenizer's output must have no padding.

@@ -1,4 +1,4 @@
-"""The data a run was trained on, from what the run says of it."""
+"""The data that a run was trained on, from its description."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from typing import Any
 
 from workbench.data import corpus as corpora
 from workbench.data.embedded import embedded
-from workbench.data.sources import BackcopyData, Data, RepeatedData, TextData, TokenData, open_tokens
+from workbench.data.sources import BackcopyData, Data, RepeatedData, TextData, open_tokens
 from workbench.data.tokenizer import Tokenizer
 from workbench.errors import BadCheckpoint, BadData
 
 
 def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = None) -> Data:
-    """The data a run was trained on, from its description.
+    """Return the data that a run was trained on, from its description.
 
-    With a `tokenizer` the embedded text needs no copy; raises `BadCheckpoint` where another corpus is not under `root`.
+    The embedded text needs only its `tokenizer`. Raises `BadCheckpoint` if another corpus is not in `root`.
     """
     kind, name = description.get("kind"), str(description.get("hash"))
     sizes = {key for key, value in description.items() if type(value) is int and 0 < value < 2**31}
     if kind == "tokens":
-        return _reopen_tokens(description, name)
+        try:
+            tokens = open_tokens([str(f) for f in description["files"]], int(description["vocabulary"]))
+        except (BadData, KeyError, TypeError, ValueError) as error:
+            what = f"the token files this run was trained on cannot be read: {error}"
+            raise BadCheckpoint(f"{what}; give data= instead") from error
+        if tokens.hash != name:
+            changed = f"{', '.join(tokens.files)} are no longer what this run was trained on"
+            raise BadCheckpoint(f"{changed}; give data= instead")
+        return tokens
     if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
         return RepeatedData(description["vocabulary"], description.get("shortest"))
     if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
@@ -56,14 +64,3 @@ def _open_text(folder: Path, bos: Any) -> TextData:
 @lru_cache(maxsize=2)
 def _of_embedded_text(tokenizer: Path, changed: int, bos: Any) -> TextData:
     return TextData(embedded(), Tokenizer.load(tokenizer), bos)
-
-
-def _reopen_tokens(description: dict[str, Any], name: str) -> TokenData:
-    try:
-        data = open_tokens([str(f) for f in description["files"]], int(description["vocabulary"]))
-    except (BadData, KeyError, TypeError, ValueError) as error:
-        what = f"the token files this run was trained on cannot be read: {error}"
-        raise BadCheckpoint(f"{what}; give data= instead") from error
-    if data.hash != name:
-        raise BadCheckpoint(f"{', '.join(data.files)} are no longer what this run was trained on; give data= instead")
-    return data

@@ -1,6 +1,6 @@
-"""Where token sequences come from: a corpus, a task with a known answer, or what a caller hands in.
+"""Data sources: text, synthetic tasks and token files. Training batches are a function of (seed, step) alone.
 
-Training data is a pure function of (seed, step); measuring reads at most one window per document.
+Measuring reads at most one window of each document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from workbench.config import PRESETS
 from workbench.data import corpus as corpora
 from workbench.data.embedded import embedded
 from workbench.data.tasks import BackcopyTokens, RepeatedTokens
-from workbench.data.texts import LIBRARY
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
 from workbench.files import digest, local, write_json
@@ -28,7 +27,7 @@ from workbench.files import digest, local, write_json
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequences to measure on: ids [n, T], the document each comes from, a label and a content hash."""
+    """Sequences to measure on: ids [n, T], the document of each, a label and a content hash."""
 
     ids: Tensor
     documents: Sequence[int]
@@ -45,7 +44,7 @@ class Sample:
 
 @runtime_checkable
 class Data(Protocol):
-    """What training and measuring need of a source."""
+    """Interface of a data source."""
 
     @property
     def kind(self) -> str: ...
@@ -93,28 +92,28 @@ class TextData:
 
     @cached_property
     def validation(self) -> TokenDocuments:
-        """The held-out documents as tokens."""
+        """The validation documents as tokens."""
         return tokenize(self.corpus, self.tokenizer, "validation", bos=self.bos)
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Batch of a step [size, T]: packed chunks in an order drawn anew each epoch, a function of the seed alone."""
+        """Return the batch of a step [size, T]: packed chunks, shuffled each epoch by the seed."""
         return _chunks_of_step(self._train.chunks(T), step, size, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """At most one window of T tokens from each of n held-out documents."""
+        """Return at most one window of T tokens from each of n validation documents."""
         ids, documents = self.validation.sequences(n, T, seed=seed, domain=domain)
         return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Further numbers to follow in the loss per token [batch, T - 1]: none on text."""
+        """Return further training metrics of the loss per token [batch, T - 1]: none for text."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """What a run records of its data."""
+        """Return the description of the data in `run.json`."""
         return {"kind": "text", "hash": self.hash, "bos": self.bos, "domains": list(self.domains)}
 
     def save(self, root: Path) -> Path:
-        """Keep corpus and tokenizer under `root/<hash>`; nothing happens where they are already."""
+        """Save corpus and tokenizer in `root/<hash>`, unless they are there."""
         folder = root / self.hash
         if not (folder / "data.json").exists():
             corpora.save(self.corpus, folder)
@@ -137,7 +136,7 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class _TokensAlone:
-    """What sources without text have in common: one domain, named as their kind."""
+    """Base class of sources without text, with one domain."""
 
     kind: str
     vocabulary: int
@@ -146,7 +145,7 @@ class _TokensAlone:
 
     @property
     def tokenizer(self) -> None:
-        """There is no text behind the tokens."""
+        """None: the tokens have no text."""
         return
 
     @property
@@ -165,7 +164,7 @@ class _TokensAlone:
 
 @dataclass(frozen=True)
 class RepeatedData(_TokensAlone):
-    """Random tokens repeated: a sequence of T tokens has period T / 2, or one drawn from shortest..T / 2 in training."""
+    """Repeated random tokens with period T / 2, or a period drawn from shortest..T / 2 in training."""
 
     vocabulary: int = 64
     shortest: int | None = None
@@ -183,26 +182,26 @@ class RepeatedData(_TokensAlone):
         return digest("repeated", self.vocabulary, self.shortest)
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Batch of a step [size, T], a function of (seed, step)."""
+        """Return the batch of a step [size, T]."""
         return self._task(T).batch(step, size, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """Held-out sequences; each is a document of its own."""
+        """Return validation sequences, each a document."""
         self._refuse_other(domain)
         return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """`copy_loss`: mean loss in the second half from its second token on, where every period lets it be copied."""
+        """Return `copy_loss`: the mean loss in the second half from its second token on."""
         return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
 
     def describe(self) -> dict[str, Any]:
-        """What a run records of its data."""
+        """Return the description of the data in `run.json`."""
         return self._described(shortest=self.shortest)
 
 
 @dataclass(frozen=True)
 class BackcopyData(_TokensAlone):
-    """A bigram chain with triggers, after each of which the token before it is copied; id 0 starts all sequences or none."""
+    """A bigram chain with trigger tokens, after which the token before them is copied; id 0 starts all sequences or none."""
 
     vocabulary: int = 64
     triggers: int = 4
@@ -220,21 +219,21 @@ class BackcopyData(_TokensAlone):
         return self._task.hash
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Batch of a step [size, T], a function of (seed, step)."""
+        """Return the batch of a step [size, T]."""
         return self._task.batch(step, size, T, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """Held-out sequences; each is a document of its own."""
+        """Return validation sequences, each a document."""
         self._refuse_other(domain)
         return Sample(self._task.validation(n, T, seed), range(n), "validation", "backcopy", self)
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """`copy_loss`: mean loss of the tokens after a trigger (NaN where none is there); `chain_loss`: of all others."""
+        """Return `copy_loss`, the mean loss of tokens after a trigger (NaN without any), and `chain_loss`, of all others."""
         copied = self._task.is_trigger(tokens[:, :-1])
         return {"copy_loss": per_token[copied].mean(), "chain_loss": per_token[~copied].mean()}
 
     def describe(self) -> dict[str, Any]:
-        """What a run records of its data."""
+        """Return the description of the data in `run.json`."""
         return self._described(triggers=self.triggers, bos="first" if self.start else None)
 
 
@@ -244,7 +243,7 @@ HEADER = 1024  # bytes: 256 int32, of which magic, version and the number of ids
 
 @dataclass(frozen=True, eq=False)
 class TokenData(_TokensAlone):
-    """Token ids out of `.bin` files, training and validation side; there is no text and no documents behind them."""
+    """Token ids of `.bin` files, training and validation side, without text and documents."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -263,22 +262,22 @@ class TokenData(_TokensAlone):
         return digest(sha.hexdigest(), len(self.train), self.d_vocab)
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Batch of a step [size, T]: full chunks in an order drawn anew each epoch, a function of the seed alone."""
+        """Return the batch of a step [size, T]: full chunks, shuffled each epoch by the seed."""
         return _chunks_of_step(_windows(self.train, T), step, size, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """At most n windows of T tokens that do not overlap; each counts as a document."""
+        """Return at most n windows of T tokens without overlap, each a document."""
         self._refuse_other(domain)
         windows = _windows(self.validation, T)
-        chosen = _order(len(windows), seed, 0)[:n]
-        return Sample(torch.from_numpy(windows[chosen].astype(np.int64)), [int(i) for i in chosen], "validation")
+        order = _order(len(windows), seed, 0)[:n]
+        return Sample(torch.from_numpy(windows[order].astype(np.int64)), [int(i) for i in order], "validation")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Further numbers to follow in the loss per token [batch, T - 1]: none."""
+        """Return further training metrics of the loss per token [batch, T - 1]: none."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """What a run records of its data."""
+        """Return the description of the data in `run.json`."""
         return self._described(files=list(self.files))
 
 
@@ -289,7 +288,7 @@ def _windows(ids: np.ndarray, T: int) -> np.ndarray:
 
 
 def open_tokens(paths: Sequence[str | Path], vocabulary: int | None) -> TokenData:
-    """Token ids of `.bin` files: with several files those named `val...` are the validation side, else the last tenth is."""
+    """Return the token ids of `.bin` files; the validation side is the files named `val...`, or the last tenth of a single file."""
     if vocabulary is None:
         raise BadData(f"{paths[0]}: ids alone do not say their vocabulary; give its size (vocabulary=, --vocabulary)")
     files = [local(path).resolve() for path in paths]
@@ -306,7 +305,7 @@ def open_tokens(paths: Sequence[str | Path], vocabulary: int | None) -> TokenDat
 
 
 def read_tokens(path: Path, vocabulary: int) -> np.ndarray:
-    """Ids [n] of a `.bin` file, not in memory: two or four bytes each, as its header says, else as the vocabulary needs.
+    """Return the ids [n] of a `.bin` file as a memory map; two or four bytes each, by its header or the vocabulary.
 
     Raises `BadData` for files that are cut off and ids outside the vocabulary.
     """
@@ -337,19 +336,18 @@ def prepare(
     *, texts: Sequence[str | Path] | None = None, vocabulary: int | None = None, bos: Any = None,
     root: Path | None = None, max_bytes: int | None = None,
 ) -> TextData:  # fmt: skip
-    """Corpus (the embedded text, or the user's own files) and a tokenizer of its training part.
+    """Return a corpus with a tokenizer of its training side.
 
-    `texts`: files, folders, datasets, or `library:`, the running Python's standard library. `max_bytes`: a sample of the
-    embedded text. `vocabulary`: the tokenizer's size, the `tiny` preset's unless given.
+    Args:
+        texts: Files, folders or datasets; the embedded text unless given.
+        vocabulary: Size of the tokenizer; the `tiny` preset's unless given.
+        bos: "first" begins each document with a start token.
+        root: Folder to save the data in.
+        max_bytes: Size of a sample of the embedded text; all of it unless given.
     """
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
-    if [str(t) for t in texts or ()] == [LIBRARY]:
-        corpus = corpora.library()
-    elif texts:
-        corpus = corpora.from_files([Path(t) for t in texts])
-    else:
-        corpus = embedded(max_bytes)
+    corpus = corpora.from_files([Path(t) for t in texts]) if texts else embedded(max_bytes)
     training = (document.text for document in corpus.split("train"))
     data = TextData(corpus, train_tokenizer(training, vocabulary or PRESETS["tiny"].vocabulary), bos)
     if root is not None:

@@ -1,7 +1,7 @@
-"""Synthetic data with a known answer: random tokens repeated, and a bigram chain with tokens that call for a copy.
+"""Synthetic tasks: repeated random tokens (induction), and a bigram chain with trigger tokens (Bigram-Backcopy).
 
-Repeated: the second half equals the first, so its loss falls to 0 where induction works; the first half stays at
-ln(vocabulary). Backcopy: a head has nothing to do except after a trigger, so it needs a place to look at meanwhile.
+With induction, the loss falls to 0 in the repeated half and stays at ln(vocabulary) in the first half. In Bigram-Backcopy a head is needed
+only after a trigger and rests at other positions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SYMBOLS = string.ascii_lowercase + string.ascii_uppercase + string.digits + "+-"
 def repeated_tokens(
     batch: int, period: int, vocabulary: int, *, generator: torch.Generator, shortest: int | None = None
 ) -> torch.Tensor:
-    """Independent uniform tokens repeated to a length of 2 * period: int64 [batch, 2 * period].
+    """Return uniform random tokens, repeated to a length of 2 * period: int64 [batch, 2 * period].
 
-    Every sequence repeats after `period` tokens; with `shortest` after a number drawn from shortest..period for each, so
-    that looking back a fixed distance, without recognising the token, is no longer enough.
+    Every sequence repeats after `period` tokens. With `shortest`, each has a period drawn from shortest..period, so that looking
+    back a fixed distance is not enough.
     """
     import torch
 
@@ -42,7 +42,7 @@ def repeated_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedTokens:
-    """A data source of repeated random tokens; every batch depends on (seed, step) alone."""
+    """A source of repeated random tokens; a batch depends on (seed, step) alone."""
 
     vocabulary: int = 64
     period: int = 32
@@ -55,7 +55,7 @@ class RepeatedTokens:
 
     @property
     def hash(self) -> str:
-        """A short content address of the task, not of a batch."""
+        """Hash of the task's settings."""
         return digest("repeated", self.vocabulary, self.period, self.shortest)
 
     def batch(self, step: int, batch_size: int, seed: int) -> torch.Tensor:
@@ -65,12 +65,12 @@ class RepeatedTokens:
         return repeated_tokens(batch_size, self.period, self.vocabulary, generator=generator, shortest=self.shortest)
 
     def validation(self, n: int, seed: int = 0) -> torch.Tensor:
-        """A fixed held-out set [n, 2 * period] of the longest period, from numbers that no training step draws."""
+        """Return a fixed validation set [n, 2 * period] of the longest period, apart from all training steps."""
         _check(seed=(seed, 0))
         return repeated_tokens(n, self.period, self.vocabulary, generator=_generator("repeated validation", seed))
 
     def token_strings(self, ids: Iterable[int]) -> list[str]:
-        """Letters, then digits, + and -; from 64 on the number itself, as #64."""
+        """Return a letter, digit, + or - for each id, and #64 and so on from 64 on."""
         checked = [int(i) for i in ids]
         wrong = next((i for i in checked if not 0 <= i < self.vocabulary), None)
         if wrong is not None:
@@ -85,11 +85,10 @@ SHARPNESS = 2.0  # standard deviation of the chain's log odds: most rows have a 
 def backcopy_tokens(
     batch: int, T: int, chain: torch.Tensor, triggers: torch.Tensor, *, generator: torch.Generator
 ) -> torch.Tensor:
-    """Sequences of a bigram chain in which what follows a trigger is the token before the trigger: int64 [batch, T].
+    """Return sequences of a bigram chain, in which the token before a trigger follows the trigger: int64 [batch, T].
 
-    Token 0 is START. `chain` [vocabulary, vocabulary]: probability of the next token (column) after each (row), START's row
-    that of the first one; it must lead neither to START nor from START to a trigger, so that every copy is an ordinary
-    token. `triggers` [vocabulary]: which tokens are.
+    Token 0 is START. `chain` [vocabulary, vocabulary] has the probability of the next token (column) after each token (row). It must not
+    lead to START, nor from START to a trigger. `triggers` [vocabulary] marks the trigger tokens.
     """
     import torch
 
@@ -108,9 +107,8 @@ def backcopy_tokens(
 class BackcopyTokens:
     """Bigram-Backcopy after Guo et al. (2024), Active-Dormant Attention Heads (arXiv 2410.13835); 0 is the start token.
 
-    Theirs takes its chain from letters of Shakespeare; ours is drawn once, softmax of N(0, 2^2) log odds, and is the same
-    language for every seed. Triggers are the last ids. Without `start` a sequence begins inside the chain, and no token is
-    the first of all of them.
+    Their chain is from letters of Shakespeare; ours is the softmax of N(0, 2^2) log odds, the same for every seed. Triggers are the last
+    ids. Without `start` a sequence begins inside the chain.
     """
 
     vocabulary: int = 64
@@ -125,23 +123,23 @@ class BackcopyTokens:
 
     @property
     def hash(self) -> str:
-        """A short content address of the task, not of a batch."""
+        """Hash of the task's settings."""
         return digest("backcopy", self.vocabulary, self.triggers, *([] if self.start else ["no start"]))
 
     @cached_property
     def is_triggering(self) -> torch.Tensor:
-        """Which tokens call for a copy [vocabulary]."""
+        """Mask of trigger tokens [vocabulary]."""
         import torch
 
         return torch.arange(self.vocabulary) >= self.vocabulary - self.triggers
 
     def is_trigger(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which of some tokens are triggers."""
+        """Return whether each token is a trigger."""
         return tokens >= self.vocabulary - self.triggers
 
     @cached_property
     def chain(self) -> torch.Tensor:
-        """Probabilities of the next token [vocabulary, vocabulary]; rows of triggers are never read."""
+        """Probabilities of the next token [vocabulary, vocabulary]; rows of triggers are unused."""
         import torch
 
         odds = SHARPNESS * torch.randn(self.vocabulary, self.vocabulary, generator=_generator("backcopy chain"))
@@ -155,7 +153,7 @@ class BackcopyTokens:
         return self._drawn(batch_size, T, _generator("backcopy", seed, step))
 
     def validation(self, n: int, T: int, seed: int = 0) -> torch.Tensor:
-        """A fixed held-out set [n, T], from numbers that no training step draws."""
+        """Return a fixed validation set [n, T], apart from all training steps."""
         _check(seed=(seed, 0))
         return self._drawn(n, T, _generator("backcopy validation", seed))
 

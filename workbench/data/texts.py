@@ -1,7 +1,6 @@
 """Texts in tables: the rows of JSON Lines and Parquet files and of `datasets`, one document each.
 
-A dataset is named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`);
-`library:` is the running Python's standard library.
+A dataset is named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`).
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from workbench.errors import BadData, suggest
 
 COLUMNS = ("text", "content")
 TABLES = (".jsonl", ".parquet")
-LIBRARY = "library:"
 NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 
 
 def is_dataset(name: object) -> bool:
-    """Whether a path or text names a dataset instead."""
+    """Return whether a path or text is the name of a dataset."""
     return str(name).startswith("datasets:")
 
 
 def rows_of_file(path: Path, data: bytes) -> list[str]:
-    """The texts of a .jsonl or .parquet file; raises `BadData` naming the line or the columns that do not fit."""
+    """Return the texts of a .jsonl or .parquet file; raises `BadData` with the line or the columns that do not fit."""
     texts = list(_json_lines(path, data) if path.suffix == ".jsonl" else _parquet(path, data))
     if not any(text.strip() for text in texts):
         raise BadData(f"{path} holds no text; leave it out")
@@ -65,7 +63,7 @@ def _parquet(path: Path, data: bytes) -> Iterator[str]:
 
 
 def dataset_rows(name: str, most_bytes: int) -> tuple[str, list[str]]:
-    """(domain, texts) of a dataset by name; raises `BadData` where it cannot be had, or is larger than `most_bytes`."""
+    """Return (domain, texts) of a dataset by name; raises `BadData` if it is unavailable or larger than `most_bytes`."""
     match = NAME.fullmatch(name)
     if match is None:
         raise BadData(f"{name!r} names no dataset; write datasets:NAME, datasets:NAME@CONFIG or datasets:NAME:SPLIT")
@@ -88,7 +86,7 @@ def dataset_rows(name: str, most_bytes: int) -> tuple[str, list[str]]:
 
 
 def _column(texts: Sequence[str], names: Iterable[str], where: str) -> str:
-    """The column of the text: `text`, `content`, or the only one that holds text."""
+    """Return the text column: `text`, `content`, or the only one with text."""
     columns = [c for c in COLUMNS if c in texts] or list(texts)
     if not columns or (len(columns) > 1 and columns[0] not in COLUMNS):
         raise BadData(f"{where}: which column is the text? Call it {COLUMNS[0]!r}; {suggest(COLUMNS[0], list(names))}")
@@ -104,5 +102,5 @@ def _whole(text: str, where: str) -> str:
 
 
 def joined(texts: Iterable[str]) -> bytes:
-    """What a hash of texts is taken of."""
+    """Return the bytes of texts, for hashing."""
     return b"".join(itertools.chain.from_iterable((text.encode(), b"\0") for text in texts))

@@ -1,4 +1,4 @@
-"""Byte-level BPE whose decode(encode(text)) is the text, and the token streams made with it.
+"""Byte-level BPE tokenizers with decode(encode(text)) == text, and token streams of documents.
 
 tokenizer = train_tokenizer((d.text for d in corpus.split("train")), 1024)
 stream = tokenize(corpus, tokenizer, "validation")
@@ -35,7 +35,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
-    """A byte-level BPE in which text never becomes a special token and every id can be shown."""
+    """A byte-level BPE; text never becomes a special token."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -45,24 +45,24 @@ class Tokenizer:
         backend.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the whole text, without special tokens and padding; raises `BadData` for text that it cannot encode."""
+        """Return the ids of a text, without special tokens and padding; raises `BadData` for invalid text."""
         if (broken := LONE_SURROGATE.search(text)) is not None:
             raise BadData(f"half a character ({broken[0]!a}) at position {broken.start()}; give valid Unicode text")
         with without_panics("the tokenizer cannot encode this text"):
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; bytes that end inside a character become U+FFFD, special tokens show their names."""
+        """Return the text of ids; incomplete characters become U+FFFD, special tokens their names."""
         with without_panics("the tokenizer cannot decode these ids"):
             return self._backend.decode(self._checked(ids), skip_special_tokens=False)
 
     def token_strings(self, ids: Iterable[int]) -> list[str]:
-        """One legible string per id: space as ·, newline as ↵, tab as →, other invisible or partial bytes as \\xNN."""
+        """Return a printable string for each id: · for space, ↵ for newline, → for tab, \\xNN for other bytes."""
         return [self._legible[i] for i in self._checked(ids)]
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, special tokens included."""
+        """Number of ids, special tokens included."""
         return self._backend.get_vocab_size()
 
     @property
@@ -72,12 +72,12 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int:
-        """The id that begins a document, where asked for."""
+        """The id that begins a document, if requested."""
         return BOS_ID
 
     @cached_property
     def hash(self) -> str:
-        """A short content address of vocabulary and merges."""
+        """Hash of vocabulary and merges."""
         return digest(self._backend.to_str())
 
     def save(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read what `save` wrote; a missing, damaged or different tokenizer is refused."""
+        """Read a saved tokenizer; a missing, damaged or different one is refused."""
         try:
             tokenizer = cls(open_backend(read_text(path)))
             special = [*map(tokenizer._backend.token_to_id, SPECIALS), len(tokenizer._legible)]
@@ -101,8 +101,8 @@ class Tokenizer:
     @cached_property
     def _legible(self) -> list[str]:
         tokens = [self._backend.id_to_token(i) or "" for i in range(self.vocab_size)]
-        byte = _byte_of_character()
-        return SPECIALS + [_visible(bytes(byte[character] for character in token)) for token in tokens[2:]]
+        byte = byte_of_character()
+        return SPECIALS + [visible(bytes(byte[character] for character in token)) for token in tokens[2:]]
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         checked = [int(i) for i in ids]
@@ -113,7 +113,7 @@ class Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn a vocabulary of exactly `vocab_size` ids; give it the train side only."""
+    """Train a tokenizer with exactly `vocab_size` ids."""
     if vocab_size < MIN_VOCABULARY:
         needed = f"256 bytes and {len(SPECIALS)} special tokens need {MIN_VOCABULARY}"
         raise BadData(f"a vocabulary of {vocab_size} is too small; {needed}")
@@ -145,7 +145,7 @@ class TokenDocuments:
 
     @cached_property
     def hash(self) -> str:
-        """A short content address."""
+        """Content hash."""
         return digest(self.ids.tobytes(), self.starts.tobytes(), self.domains, self.sources)
 
     def chunks(self, length: int) -> np.ndarray:
@@ -186,7 +186,7 @@ class TokenDocuments:
 def tokenize(
     corpus: Corpus, tokenizer: Tokenizer, split: str, *, bos: Literal["first"] | None = None
 ) -> TokenDocuments:
-    """The documents of one side as ids, each ended by <|endoftext|> and, with bos="first", begun by <|bos|>."""
+    """Return the documents of one side as ids; each ends with <|endoftext|> and, with bos="first", begins with <|bos|>."""
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
     documents = corpus.split(split)
@@ -202,14 +202,16 @@ def _check_length(length: int) -> None:
         raise BadData(f"a length of {length} tokens predicts nothing; choose at least 2")
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Undo the byte-level alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+def byte_of_character() -> dict[str, int]:
+    """Return the byte of each character in the byte-level alphabet of GPT-2."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def _visible(token: bytes) -> str:
+def visible(token: bytes) -> str:
+    """Return a token's bytes as printable text."""
+
     def escaped(character: str) -> str:
         return "".join(f"\\x{byte:02x}" for byte in character.encode())
 

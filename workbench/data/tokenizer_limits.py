@@ -1,17 +1,15 @@
-"""Backends of the `tokenizers` library whose time and memory are bounded, whatever a tokenizer.json holds.
+"""Tokenizer backends with bounded time and memory, for any tokenizer.json.
 
-A tokenizer runs in this process if its patterns match in time proportional to the text and its replacements lengthen the text by
-a bounded factor. Any other tokenizer encodes and decodes in a worker process with limits (`tokenizer_worker.py`).
+A tokenizer runs in this process if its patterns are those of published tokenizers and its replacements hardly lengthen the text. Any
+other tokenizer runs in a worker process with limits (`tokenizer_worker.py`).
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,17 +27,24 @@ from workbench.errors import BadData
 SECONDS, CHARACTERS_PER_SECOND = 10, 20_000
 """Processor time of a worker for one text: so many seconds, and one more for so many characters."""
 MEMORY = 4 << 30  # bytes of address space of a worker
-WAYS = 64  # in which the bounded part of a pattern may match at one place
 GROWTH = 64  # times that replacements may lengthen a text in this process
 LONGEST_WORD = 1000  # characters of a word in WordPiece, whose time grows with their square
-PATTERNS = (  # branches of published tokenizers that the rule below cannot tell from slow ones; their other branches end such runs
-    r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+$", r" ?[^(\s|[.,!?…。，、।۔،])]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-)  # fmt: skip
-_parser: Any = re._parser  # type: ignore[attr-defined]  # the standard library's own parser of patterns
-CHARACTERS = ("LITERAL", "NOT_LITERAL", "IN", "ANY")
-_ONIGURUMA = re.compile(r"\[\[|\[:|&&|\\[ghkKRXGyYOQ]|\(\?[~@{*<](?![=!])|\\[pP](?!\{\^?[\w ]+\})")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _CONTRACTIONS = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LINEAR = {  # alternatives in the patterns of published tokenizers, each of which takes time proportional to the text
+    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)", r"'(?:[sdmt]|ll|ve|re)",
+    r" ?\p{L}+", r"\s?\p{L}+", rf"{_BEFORE}\p{{L}}+", rf"{_BEFORE}+\p{{L}}+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    rf"{_BEFORE}{_UPPER}+{_LOWER}*", rf"{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?",
+    r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\d", r"\d+", r"\d{1,3}", r"[0-9]", r"[0-9]+", r"[0-9][0-9][0-9]", r"(?<=\d)(?=\d)",
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r" ?[\p{P}\p{S}]+[\r\n]*", r"\s?\p{P}+", r"\p{P}", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    r"\s", r"\s+", r"\s+(?!\S)", r"[\r\n]", r"\n", r"\t", " ", " +", r" {2,}", r"\s{2,}", "[一-龥ࠀ-一가-퟿]+",
+}  # fmt: skip
+ENDED = {  # alternatives that take linear time only if another alternative ends the run of characters
+    r"\s*[\r\n]+": r"\s+", r"\s*[\r\n]": r"\s+", r"\s+$": r"\s+",
+    **{f"{_BEFORE}{_UPPER}*{_LOWER}+{end}": f"{_BEFORE}{_UPPER}+{_LOWER}*{end}" for end in ("", f"{_CONTRACTIONS}?")},
+}  # fmt: skip
 
 
 def open_backend(text: str) -> Any:
@@ -49,19 +54,18 @@ def open_backend(text: str) -> Any:
         ValueError: The text is no JSON object, or a key is given twice.
         Exception: The `tokenizers` library refuses it.
     """
-    settings = json.loads(text, object_pairs_hook=_unique)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(values := dict(pairs)) < len(pairs):
+            raise ValueError("it gives a key twice")
+        return values
+
+    settings = json.loads(text, object_pairs_hook=unique)
     if not isinstance(settings, dict):
         raise ValueError("it holds no JSON object")
     limited = unbounded(settings)
     with without_panics("the tokenizers library cannot read it"):
         return LimitedBackend(text, settings) if limited else tokenizers.Tokenizer.from_str(text)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("it gives a key twice")
-    return values
 
 
 @contextlib.contextmanager
@@ -72,11 +76,8 @@ def without_panics(what: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise BadData(f"{what}: {_short(error)}") from error
-
-
-def _short(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]
+        first = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise BadData(f"{what}: {first}") from error
 
 
 def unbounded(settings: Mapping[str, Any]) -> bool:
@@ -89,7 +90,12 @@ def unbounded(settings: Mapping[str, Any]) -> bool:
             return True
         if isinstance(content := part.get("content"), str) and pattern is not None:
             growth *= max(1.0, len(content.encode()) / len(plain.encode()) if plain else 1 + len(content.encode()))
-        growth *= _longest_replacement(part.get("precompiled_charsmap"))
+        if isinstance(
+            encoded := part.get("precompiled_charsmap"), str
+        ):  # SentencePiece: a trie's size, the trie, replacements, NUL
+            with contextlib.suppress(ValueError):  # the library refuses what is no Base64
+                data = base64.b64decode(encoded)
+                growth *= max(1, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
         if part.get("type") == "FixedLength" and not part.get("length"):  # the library panics, with pages of text
             return True
     longest = model.get("max_input_chars_per_word") if isinstance(model, dict) else None
@@ -97,35 +103,21 @@ def unbounded(settings: Mapping[str, Any]) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Every object inside of nested objects and lists."""
+    """Yield every object inside nested objects and lists."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _parts(inner)
 
 
-def _longest_replacement(encoded: Any) -> float:
-    """Bytes of the longest replacement in a SentencePiece character map: a trie's size, the trie, replacements ended by NUL."""
-    if not isinstance(encoded, str):
-        return 1
-    try:
-        data = base64.b64decode(encoded)
-    except (binascii.Error, ValueError):
-        return 1  # the library refuses it
-    return max(1, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
-
-
 def linear(pattern: str) -> bool:
-    """Return whether a pattern's search surely takes time proportional to the text.
-
-    In every branch, what follows the first unbounded repeat cannot fail, so that nothing is tried again.
-    """
-    branches = list(_branches(pattern))
-    return pattern in PATTERNS or all(branch in PATTERNS or _settles(branch) for branch in branches)
+    """Return whether a pattern consists of alternatives that published tokenizers have, and takes linear time."""
+    branches = {*_branches(pattern)}
+    return pattern in LINEAR or all(b in LINEAR or ENDED.get(b) in branches for b in branches)
 
 
 def _branches(pattern: str) -> Iterator[str]:
-    """The alternatives of a pattern that are not inside of a group or a class."""
+    """Yield the alternatives of a pattern outside of groups and classes."""
     depth, begin, inside, i = 0, 0, False, 0
     while i < len(pattern):
         sign = pattern[i]
@@ -142,52 +134,6 @@ def _branches(pattern: str) -> Iterator[str]:
             begin = i + 1
         i += 1
     yield pattern[begin:]
-
-
-def _settles(branch: str) -> bool:
-    if _ONIGURUMA.search(branch):  # Python's parser reads it otherwise
-        return False
-    try:
-        plain = re.sub(r"(?s)\\(?:[pP]\{\^?[\w ]+\}|.)", lambda m: r"\w" if len(m[0]) > 2 else m[0], branch)
-        return (ways := _ways(_parser.parse(plain))) is not None and ways[1] <= WAYS
-    except (re.error, RecursionError, OverflowError):
-        return False
-
-
-def _ways(sequence: Iterable[tuple[Any, Any]]) -> tuple[bool, int] | None:
-    """(has an unbounded repeat, ways in which the bounded part can match) of a sequence; None if something may be tried too often.
-
-    That is the case if something after an unbounded repeat can fail, or if a repeat holds more than one character.
-    """
-    unbounded_before, ways = False, 1
-    for operation, argument in sequence:
-        name, inner = str(operation), None
-        if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, repeated = argument
-            if least > WAYS or (unbounded_before and least):
-                return None
-            if most == 1:
-                inner = _ways(repeated)
-            elif len(repeated) == 1 and str(repeated[0][0]) in CHARACTERS:
-                inner = (most - least >= WAYS, 1 if most - least >= WAYS else 1 + most - least)
-            inner = inner and (inner[0], inner[1] + (most == 1 > least))
-        elif unbounded_before:
-            return None
-        elif name == "SUBPATTERN":
-            inner = _ways(argument[3])
-        elif name == "BRANCH":
-            branches = [_ways(branch) for branch in argument[1]]
-            if None not in branches:
-                inner = any(b[0] for b in branches if b), sum(b[1] for b in branches if b)
-        elif name in ("ASSERT", "ASSERT_NOT"):
-            ahead = _ways(argument[1])
-            inner = ahead if ahead and not ahead[0] else None
-        elif name in (*CHARACTERS, "AT"):
-            inner = False, 1
-        if inner is None:
-            return None
-        unbounded_before, ways = unbounded_before or inner[0], ways * inner[1]
-    return unbounded_before, ways
 
 
 class LimitedBackend:
@@ -253,7 +199,16 @@ class LimitedBackend:
             [sys.executable, "-P", str(script), str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        weakref.finalize(self, _end, worker)
+
+        def end() -> None:
+            worker.kill()
+            for pipe in (worker.stdin, worker.stdout):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+            worker.wait()
+
+        weakref.finalize(self, end)
         self._worker, self._owner = worker, os.getpid()
         assert worker.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -262,12 +217,3 @@ class LimitedBackend:
 
 UNITS = {"encode": "characters", "decode": "ids"}
 CURE = "its patterns or replacements are not usable: put another tokenizer.json there, or remove it and give token ids"
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
-    for pipe in (worker.stdin, worker.stdout):
-        with contextlib.suppress(OSError):
-            if pipe is not None:
-                pipe.close()
-    worker.wait()

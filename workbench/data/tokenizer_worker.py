@@ -1,7 +1,7 @@
 """The worker process of `LimitedBackend`: encode and decode with limits of processor time and memory.
 
-Its first line of input is the tokenizer.json as a JSON string; each further line is `[what, value, seconds]`, answered by
-`[result, error]`. The kernel ends it beyond a limit.
+The first input line is the tokenizer.json as a JSON string. Each further line is `[what, value, seconds]` and gets `[result, error]`. The
+kernel ends the process beyond a limit.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from workbench.checkpoints.identify import (
 )
 from workbench.checkpoints.infer import Given
 from workbench.checkpoints.lora import read
-from workbench.checkpoints.opening import opened
+from workbench.checkpoints.opening import open_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER, export_tokenizer, tokenizer_beside
@@ -88,7 +88,7 @@ def import_run(
                 for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # one warning for a series
                     warnings.simplefilter("ignore", category)
                 state = read(checkpoint)
-                model = builders.observed_of(builder, state, config) if builder else opened(state, given)
+                model = builders.observed_of(builder, state, config) if builder else open_state(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
             _refuse_other(first, facts, checkpoints[0].path, source)

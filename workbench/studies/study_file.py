@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
-from workbench.data.texts import LIBRARY, is_dataset
+from workbench.data.texts import is_dataset
 from workbench.errors import BadData, UnknownName
 from workbench.files import read_text
 from workbench.places import studies
@@ -148,7 +148,7 @@ def _merged(layers: Sequence[Mapping[str, Any]], section: str, file: Path) -> di
         found = dict(raw) if section == "data" and "kind" in raw else found | raw
     if section == "data" and "texts" in found:  # paths are as seen from the study file; names of data sets stay
         texts = _list("texts", found["texts"])
-        found["texts"] = [t if is_dataset(t) or t == LIBRARY else str((file.parent / t).resolve()) for t in texts]
+        found["texts"] = [t if is_dataset(t) else str((file.parent / t).resolve()) for t in texts]
     return found
 
 

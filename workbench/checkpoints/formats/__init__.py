@@ -1,1 +1,1 @@
-"""One file for each code base whose checkpoints are recognised: how to tell them, and what they call our tensors."""
+"""Checkpoint formats of other code bases, one file each."""

@@ -1,8 +1,8 @@
 """llama2.c's `.bin` files, legacy and version 1 (float32), with their tokenizer files (`tokenizer.bin`, `tok512.bin`).
 
-A legacy file is seven int32 (width, MLP width, layers, heads, key-value heads, vocabulary, context; a negative vocabulary has an output
-matrix of its own) and the weights. Version 1 has a header of 256 bytes that begins with `ak42`. Queries and keys rotate
-neighbouring columns, with base 10,000. A tokenizer file is an int32, then for each token a float32 score, an int32 length and its bytes.
+A legacy file begins with seven int32: width, MLP width, layers, heads, key-value heads, vocabulary, context. A negative vocabulary means
+an output matrix of its own. Version 1 has a header of 256 bytes that begins with `ak42`. Queries and keys rotate neighbouring columns,
+with base 10,000. A tokenizer file is an int32, then a float32 score, an int32 length and the bytes of each token.
 Source: karpathy/llama2.c, export.py, run.c and tokenizer.py.
 """
 
@@ -41,8 +41,8 @@ LAYER = "model.layers.{}."
 UNKNOWN, BOS, EOS, FIRST_BYTE, FIRST_PIECE = 0, 1, 2, 3, 259  # token ids
 
 
-def read(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | None:
-    """Return the tensors, by Llama's names, and the settings of a file; None for a file that is none of llama2.c's.
+def read_weights(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | None:
+    """Return the tensors, by Llama's names, and the settings of a file; None for other files.
 
     Raises `BadCheckpoint` for quantised or byte-swapped files, and for a size that does not fit the header.
     """
@@ -134,7 +134,7 @@ def _tensors(path: Path, config: Mapping[str, Any], start: int, tied: bool) -> t
     return tensors, offset
 
 
-def tokenizer_beside(path: Path, d_vocab: int) -> ForeignTokenizer | None:
+def llama2c_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer | None:
     """Return the tokenizer in `tok512.bin` (by the vocabulary's size) or `tokenizer.bin` beside a file, None without one."""
     names = (f"tok{d_vocab}.bin", "tokenizer.bin")
     file = next((place for name in names if (place := path.with_name(name)).is_file()), None)
@@ -183,4 +183,4 @@ def read_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer:
     return ForeignTokenizer(backend, BOS, EOS)
 
 
-FORMAT = Format(name="llama2.c", read=read, tokenizer=tokenizer_beside, rotates_neighbours=True)
+FORMAT = Format(name="llama2.c", read=read_weights, tokenizer=llama2c_tokenizer, rotates_neighbours=True)

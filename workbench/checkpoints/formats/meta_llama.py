@@ -1,8 +1,8 @@
 """Meta's own Llama files: `consolidated.00.pth` with `params.json`, and llama2.c's `ckpt.pt`: {model, model_args, iter_num, ...}.
 
-Tensors are named `tok_embeddings`, `layers.0.attention.wq`, `layers.0.feed_forward.w1`. Queries and keys rotate neighbouring
-columns of a head, (0, 1), (2, 3), ..., where our decoder and transformers rotate column i with column i + d_head / 2.
-`params.json` does not say the context: `N_CTX` is assumed, or the sliding window where it has one.
+Tensors are named `tok_embeddings`, `layers.0.attention.wq`, `layers.0.feed_forward.w1`. Queries and keys rotate neighbouring columns of a
+head; our decoder and transformers rotate column i with column i + d_head / 2. `params.json` has no context length: `N_CTX` or the
+sliding window is assumed.
 Source: meta-llama/llama, llama/model.py; karpathy/llama2.c, model.py and train.py.
 """
 
@@ -23,7 +23,7 @@ NAMES = ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.feed
 
 
 def settings_of(container: Any, path: Path) -> tuple[int | None, Mapping[str, Any]] | None:
-    """Step and settings of a file whose tensors have Meta's names, None for any other file."""
+    """Return step and settings of a file with Meta's tensor names, None for any other file."""
     values = container if isinstance(container, dict) else {}
     weights = next((values[key] for key in ("model", "state_dict") if isinstance(values.get(key), dict)), values)
     if not all(any(str(name).endswith(wanted) for name in weights) for wanted in NAMES):

@@ -1,4 +1,4 @@
-"""nanochat's `model_000500.pt`, a bare state dict, with `meta_000500.json` beside it (`model_config` is its settings).
+"""nanochat's `model_000500.pt`, a bare state dict; its settings are `model_config` in `meta_000500.json`.
 
 Source: karpathy/nanochat, nanochat/checkpoint_manager.py.
 """
@@ -17,7 +17,7 @@ from workbench.files import read_json
 
 
 def in_meta(container: Any, path: Path) -> tuple[int, Mapping[str, Any] | None] | None:
-    """Step and settings in the meta file of the same step, None where none stands beside the weights."""
+    """Return step and settings from the meta file of the same step, None without one."""
     match = re.fullmatch(r"model_(\d+)\.pt", path.name)
     meta = path.with_name(f"meta_{match[1]}.json") if match else None
     if match is None or meta is None or not meta.exists():

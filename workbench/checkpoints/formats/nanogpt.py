@@ -1,8 +1,7 @@
 """nanoGPT's `ckpt.pt`: {model, optimizer, model_args, iter_num, ...}; `model_args` are the model's settings.
 
-A Llama's tensors open in our decoder. nanoGPT's own decoder is a GPT-2: it becomes transformers' `GPT2LMHeadModel`, number by
-number. Both have LayerNorm, learned positions and a head tied to the embeddings. nanoGPT's projections are linear layers, stored
-transposed to GPT-2's; without `bias` its missing biases are zeros here; its GELU is the exact one.
+A Llama's tensors open in our decoder. nanoGPT's own decoder becomes transformers' `GPT2LMHeadModel`. Its projections are stored transposed
+to GPT-2's, missing biases become zeros, and its GELU is the exact one.
 Source: karpathy/nanoGPT, train.py and model.py.
 """
 
@@ -24,7 +23,7 @@ EMBEDDINGS, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight"
 
 
 def gpt2(state: State, dtype: Dtype = None) -> Any:
-    """The `GPT2LMHeadModel` of a nanoGPT state, in evaluation mode; None where its tensors are not named as a GPT-2's.
+    """Return the `GPT2LMHeadModel` of a nanoGPT state, in evaluation mode; None for other tensor names.
 
     Raises `NotCovered` for settings of forks, `BadCheckpoint` for tensors that do not fit the settings.
     """
@@ -45,8 +44,10 @@ def gpt2(state: State, dtype: Dtype = None) -> Any:
     if HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDINGS]):
         raise NotCovered(f"{where}: {HEAD} and {EMBEDDINGS} differ; nanoGPT ties them")
     tensors[HEAD] = tensors[EMBEDDINGS]
-    filled = {name: _as_stored(name, tensors.get(name), like) for name, like in module.state_dict().items()}
-    module.load_state_dict(filled, assign=True)
+    for name, like in module.state_dict().items():
+        tensor = tensors.get(name, torch.zeros(like.shape, dtype=torch.float32))  # a bias that nanoGPT left out
+        tensors[name] = tensor.t() if name.endswith(TRANSPOSED) else tensor
+    module.load_state_dict(tensors, assign=True)
     module.tie_weights()
     return module.eval()
 
@@ -62,12 +63,6 @@ def _sizes(state: State) -> dict[str, Any]:
     if sizes["n_embd"] % sizes["n_head"]:
         raise BadCheckpoint(f"{where}: n_head={sizes['n_head']} does not divide n_embd={sizes['n_embd']}")
     return sizes
-
-
-def _as_stored(name: str, tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    if tensor is None:  # a bias that nanoGPT left out
-        return torch.zeros(like.shape, dtype=torch.float32)
-    return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def _refuse_unfit(state: State, sizes: dict[str, Any], bias: bool) -> None:
