@@ -135,9 +135,7 @@ def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command
     says = "no permission: AccessDenied" if how == "no permission" else "OSError: 4 of [0-9]+ bytes arrived"
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "put_file", broken)
-        sentence = (
-            rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; everything is complete in"
-        )
+        sentence = rf"cannot write memory://bucket/runs/resformer/step_000004/model.safetensors: {says}; everything is complete in"
         with (
             pytest.warns(NotSent, match="training continues without the upload") as told,
             pytest.raises(WorkbenchError, match=sentence),

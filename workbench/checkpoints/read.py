@@ -58,9 +58,9 @@ def read(checkpoint: Checkpoint) -> State:
 def _file(path: Path, key: str) -> tuple[Mapping[Any, Any], Info]:
     """Return the state dict in a file, and its facts."""
     is_safetensors = path.suffix == ".safetensors"
-    for form in () if is_safetensors else formats().values():
-        if form.read is not None and (contents := form.read(path)) is not None:
-            return contents[0], Info(format=form.name, path=path, config=contents[1])
+    for reader in () if is_safetensors else formats().values():
+        if reader.read is not None and (contents := reader.read(path)) is not None:
+            return contents[0], Info(format=reader.name, path=path, config=contents[1])
     container = safetensors_table(path) if is_safetensors else unpickle(path)
     recognised = ((form, info) for form in formats().values() if (info := form.recognise(container, path)) is not None)
     unknown = Info(format="safetensors" if is_safetensors else "state dict", path=path)

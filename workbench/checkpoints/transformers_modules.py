@@ -82,15 +82,17 @@ def from_transformers(state: State, reason: NotCovered, dtype: Dtype) -> Any:
         stored.check(name)
     try:
         with quiet():
+            kind: Any
             options: dict[str, Any] = {"config": config, "output_loading_info": True, "dtype": dtype or torch.float32}
             if state.info.stripped or state.info.base is not None:  # the tensors have other names than in the file
-                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
                 module, report = kind.from_pretrained(
                     None, state_dict=dict(state.read(options["dtype"], None)), **options
                 )
             else:
                 options |= {"local_files_only": True, "trust_remote_code": False}
-                module, report = AutoModelForCausalLM.from_pretrained(state.info.path, **options)
+                kind = AutoModelForCausalLM
+                module, report = kind.from_pretrained(state.info.path, **options)
     except Exception as error:
         raise BadCheckpoint(f"{reason}; transformers cannot open it either: {_first_line(error)}") from error
     kinds = ("missing", "unexpected", "mismatched")

@@ -141,19 +141,21 @@ class Attention(HookedModule):
                 own = self.own.run_hook(hook, own)
 
         if mixer is not None:  # X_n = sum over j of w_j X_j + w_n X_n^own
-            terms = [sources[j].detach() if mixer.detaches else sources[j] for j in wiring.mixed]
+            terms = [sources[k].detach() if mixer.detaches else sources[k] for k in wiring.mixed]
             terms += [] if own is None else [own]
             weights = self.hooked_weights(name, mixer.weights(name, self.layer, memory, x), terms[-1])
             if mixer.weighs_tokens:
                 weights = [w[..., None].to(terms[-1].dtype) if isinstance(w, Tensor) else w for w in weights]
             effective = self.run_hook(hook, mix(weights, terms))
-        elif (j := wiring.shared_source) is not None and own is None:  # X_n = X_j
-            effective = self.run_hook_on_copy(hook, sources[j])
-        elif j is not None:  # the first heads of X_n^own, the other heads of X_j
-            joined = torch.cat((own, sources[j][:, :, wiring.own_heads :]), 2)
+        elif (shared := wiring.shared_source) is not None and own is None:  # X_n = X_j
+            effective = self.run_hook_on_copy(hook, sources[shared])
+        elif shared is not None:  # the first heads of X_n^own, the other heads of X_j
+            joined = torch.cat((own, sources[shared][:, :, wiring.own_heads :]), 2)
             effective = self.run_hook_on_copy(hook, joined)
             # an unchanged X_j is in the key-value cache already
-            memory["joined", name, self.layer] = effective is joined and sources[j] is memory[name, j, "effective"]
+            memory["joined", name, self.layer] = (
+                effective is joined and sources[shared] is memory[name, shared, "effective"]
+            )
         else:  # X_n = X_n^own
             own = effective = self.run_hook(hook, own)
 

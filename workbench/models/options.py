@@ -29,8 +29,8 @@ def integer_option(name: str, value: object, allowed: Sequence[int], unit: str =
         (f"{first}..{last}" if last < UNBOUNDED - 1 else f"{first} or more") if is_range else f"one of {list(allowed)}"
     )
     nearest = ""
-    if isinstance(value, Real) and math.isfinite(value):
-        near = min(max(int(value), first), last) if is_range else min(allowed, key=lambda n: abs(n - value))
+    if isinstance(value, Real) and math.isfinite(number := float(value)):
+        near = min(max(int(number), first), last) if is_range else min(allowed, key=lambda n: abs(n - number))
         nearest = f"; nearest {near}"
     raise WorkbenchError(f"{name}={value!r}: must be {choices}{unit and f' ({unit})'}{nearest}")
 

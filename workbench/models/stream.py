@@ -84,7 +84,8 @@ class Stream:
         state: dict[str, Weight] = {"embed": 1.0}
         reads, history = state, {0: state}
         for s in range(sublayer):
-            passing = {"stream": reads, "sum": state, "": dict.fromkeys(state, 0.0)}[self.skips[s]]
+            choices: dict[str, dict[str, Weight]] = {"stream": reads, "sum": state, "": dict.fromkeys(state, 0.0)}
+            passing = choices[self.skips[s]]
             reads = state = history[s + 1] = passing | {output_name(s): 1.0}
             if sources := self.sources[s + 1]:
                 weights = self.used_weights(s + 1, used)

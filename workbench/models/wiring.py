@@ -100,10 +100,10 @@ def wire(n_layers: int, shortcuts: Sequence[Shortcut]) -> list[LayerWiring]:
                     layers[j].stored.add((name, state))
         shared_key = wiring.projections["k"].shared_source
         rotated = [("rot_k", (shared_key,))] if isinstance(shared_key, int) else []  # a shared key is rotated already
-        for name, sources in [*wiring.attended.items(), *rotated]:
+        for tensor, sources in [*wiring.attended.items(), *rotated]:
             for j in sources:
                 if isinstance(j, int):
-                    layers[j].stored.add((name, "cached"))
+                    layers[j].stored.add((tensor, "cached"))
     return layers
 
 
@@ -132,7 +132,8 @@ def wire_projection(
                     )
         if mixes:
             mixer, mixed = shortcut, sources
-    layers, tables = sorted(j for j in states if isinstance(j, int)), [j for j in states if isinstance(j, str)]
+    layers: list[Source] = sorted(j for j in states if isinstance(j, int))
+    tables: list[Source] = [j for j in states if isinstance(j, str)]
     return ProjectionWiring(
         shared_source=shared_source,
         own_heads=0 if sharer is None else sharer.own_heads(name, layer),

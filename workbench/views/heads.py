@@ -193,7 +193,9 @@ def ranking(source: Source, link: Link) -> Drawing:
     under = plots.subtitle(table, when, spread, "bold: the selected head" if bold.any() else "")
     axis = str(table["unit"].iloc[0]), plots.reading(table)
     title = f"{_words(selected).capitalize()}: {selected.end}{of}"
-    return Drawing(figures.ranking(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected))
+    return Drawing(
+        figures.ranking(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected)
+    )
 
 
 def _words(selected: HeadOptions) -> str:
@@ -327,7 +329,9 @@ def _sharpest(source: Source, subject: Subject) -> tuple[np.ndarray, pd.DataFram
     try:
         sample = run.data.sample(DOCUMENTS, min(MAX_T, run.train.T, entry.n_ctx))
     except WorkbenchError as error:
-        raise WorkbenchError(f"no passages: the training text of {entry.name} is not on this machine ({error})") from error
+        raise WorkbenchError(
+            f"no passages: the training text of {entry.name} is not on this machine ({error})"
+        ) from error
     pairs = prompts.sharpest_pairs(source.model(subject), sample.ids, progress=source.progress)
     return sample.ids.numpy(), pairs
 

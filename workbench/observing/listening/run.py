@@ -165,7 +165,7 @@ class RunState:
                 listen_to_product(i, layer.z, self.matrix_inputs, partial(RunState.fire_z, i=i))
             for name in ("attn_out", "mlp_out"):
                 location, point = getattr(layer, name), getattr(block, f"hook_{name}", None)
-                if location is not None and location.site is not None and is_hooked(point):
+                if location is not None and location.site is not None and point is not None and is_hooked(point):
                     fire = partial(RunState.fire_addition, point=point, factor=location.factor)
                     listen_to_product(i, location, self.matrix_outputs, fire)
         self.sites: dict[int, dict[tuple[str, tuple[Line, ...]], CallSite]] = {}  # of each layer
