@@ -31,7 +31,7 @@ class Running(Exception):
 
 
 @dataclass
-class Task:
+class BackgroundTask:
     """Running or finished work."""
 
     label: str
@@ -74,7 +74,7 @@ class Task:
 
 
 @st.cache_resource(show_spinner=False)
-def _tasks() -> tuple[dict[Any, Task], threading.Lock]:
+def _tasks() -> tuple[dict[Any, BackgroundTask], threading.Lock]:
     return {}, threading.Lock()
 
 
@@ -103,7 +103,7 @@ def run(key: Any, label: str, work: Callable[[Progress], Any]) -> Any:
     return task.future.result()
 
 
-def _task(key: Any, label: str, work: Callable[[Progress], Any]) -> Task | None:
+def _task(key: Any, label: str, work: Callable[[Progress], Any]) -> BackgroundTask | None:
     """Return the task of a key, a new one if needed; None after this visitor has cancelled it."""
     tasks, lock = _tasks()
     with lock:
@@ -114,7 +114,7 @@ def _task(key: Any, label: str, work: Callable[[Progress], Any]) -> Task | None:
         if task is None or isinstance(task.error, Cancelled):
             for old in [k for k, t in tasks.items() if t.future.done()][: max(0, len(tasks) - MAX_KEPT)]:
                 del tasks[old]
-            task = tasks[key] = Task(label)
+            task = tasks[key] = BackgroundTask(label)
             task.start(work)
     return task
 
@@ -129,7 +129,7 @@ def _cancelled_here() -> set[Any]:
     return keys
 
 
-def _cancel(key: Any, task: Task) -> None:
+def _cancel(key: Any, task: BackgroundTask) -> None:
     _cancelled_here().add(key)
     task.polled.pop(_visitor(), None)
     if all(time.monotonic() - at > GONE_S for at in list(task.polled.values())):
@@ -137,7 +137,7 @@ def _cancel(key: Any, task: Task) -> None:
 
 
 @st.fragment(run_every=POLL_S)
-def _show_progress(key: Any, task: Task) -> None:
+def _show_progress(key: Any, task: BackgroundTask) -> None:
     task.polled[_visitor()] = time.monotonic()
     if task.future.done():
         st.rerun()

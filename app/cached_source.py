@@ -24,7 +24,7 @@ from workbench.runs.catalogue import Catalogue, Entry
 from workbench.runs.run import runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
 from workbench.views import Source
-from workbench.views.source import Cache, Kind, Progress, runs_to_show
+from workbench.views.source import Kind, Progress, SourceCache, runs_to_show
 
 MAX_MODELS, MANY = 2, 20  # models in memory; runs whose reading takes long enough to be announced
 
@@ -52,7 +52,7 @@ def _cache() -> ServerCache:
     return ServerCache(RecordCache(root()), TelemetryCache(root()))
 
 
-class ServerCache(Cache):
+class ServerCache(SourceCache):
     """Cache of every answer, shared by all visitors."""
 
     def __init__(self, records: RecordCache, telemetry: TelemetryCache) -> None:

@@ -23,7 +23,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.browser import find_browser
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
-from workbench.views.source import place_of
+from workbench.views.source import checkpoint_key
 from workbench.views.writing import picture
 
 from . import background, widgets
@@ -102,7 +102,7 @@ def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str]]]:
 def _state(source: Source, link: Link) -> tuple[Any, ...]:
     """The state that a drawing depends on: the link, and its models or all runs of the folder."""
     if link.page in OF_MODELS:
-        now: Any = tuple((s.entry.stamp, place_of(s)) for s in source.subjects(link))
+        now: Any = tuple((s.entry.stamp, checkpoint_key(s)) for s in source.subjects(link))
     else:
         now = source.catalogue().stamp
     return str(source.folder), str(link), now
@@ -181,7 +181,7 @@ def files(views: dict[str, View], link: Link) -> None:
 # ---- its menu --------------------------------------------------------------------------------------------------------
 
 
-def address(link: Link) -> str:
+def link_address(link: Link) -> str:
     """The address of a link on this server."""
     here = urlsplit(st.context.url or "")  # of the first page it has no path, not even a slash
     return urlunsplit((here.scheme, here.netloc, f"{here.path.rpartition('/')[0]}/{link}", "", ""))
@@ -208,7 +208,7 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
         _files(drawing, name)
         _keep(link, name)
         st.caption("Link")
-        st.code(address(link), language=None, wrap_lines=True)
+        st.code(link_address(link), language=None, wrap_lines=True)
         st.caption("Command (.svg, .png, .html, .csv, .parquet)")
         st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
         st.caption("Notebook cell")
@@ -262,7 +262,7 @@ def _keep(link: Link, name: str) -> None:
     note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept")
     if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
         try:
-            pins.keep(cached_source().folder, link, name, note)
+            pins.add(cached_source().folder, link, name, note)
         except WorkbenchError as error:
             st.warning(widgets.escaped(error))
         else:

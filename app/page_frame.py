@@ -19,7 +19,7 @@ from workbench.views.link import PAGES
 
 from . import background, widgets
 from .cached_source import cached_source
-from .figures import address, command, show
+from .figures import command, link_address, show
 from .selection import choose
 
 MAX_FACTS = 500
@@ -57,7 +57,7 @@ def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[
         # every option that the figures were drawn with, also the defaults
         complete = link.but(**{k: v for drawn in st.session_state["drawn"] for k, v in drawn.link.options.items()})
         st.caption("Link to this page, with every option")
-        st.code(address(complete), language=None, wrap_lines=True)
+        st.code(link_address(complete), language=None, wrap_lines=True)
         st.caption("Command that writes it as an offline file")
         st.code(command(complete, f"--out {link.page}.html"), language=None, wrap_lines=True)
     _drawer(link)

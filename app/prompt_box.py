@@ -63,7 +63,7 @@ def prompt_box(link: Link) -> Link:
     return link
 
 
-def next_token(
+def choose_token(
     link: Link, text: str | None, label: str, key: str, *, position: int = -1, but: int | None = None,
     none: str | None = None, **kwargs: Any,
 ) -> Link:  # fmt: skip

@@ -18,7 +18,7 @@ from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
 from workbench.views.base import ONE_SEED
-from workbench.views.link import listed
+from workbench.views.link import split_list
 from workbench.views.source import facets
 
 from . import widgets
@@ -129,7 +129,7 @@ def choose_models(link: Link) -> Link:
     """Draw a panel that selects series of the experiment, by default the first few; return the link with them."""
     source = cached_source()
     options = facets(source.group(link))
-    asked = [name for name in listed(st.query_params.get("by", "")) if name in options]
+    asked = [name for name in split_list(st.query_params.get("by", "")) if name in options]
     by = ",".join(asked) if "by" in st.query_params else None
     bare = link.but(by=by, find=st.query_params.get("find"), models=None)
     runs = source.found(bare)
@@ -169,7 +169,7 @@ def _in_order(runs: Sequence[Entry]) -> list[str]:
 
 def _asked(names: Sequence[str]) -> list[str]:
     text = st.query_params.get("models")
-    wanted = listed(text or "")
+    wanted = split_list(text or "")
     there = [name for name in names if name in wanted]
     gone = [name for name in wanted if name not in names]
     if len(names) > FIRST and gone:

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from workbench.views.link import PAGES, SELECTION, Link, listed
+from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
@@ -26,7 +26,7 @@ MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of an ignored optio
 FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 
-def words(name: str) -> str:
+def spaced(name: str) -> str:
     """A registered name as text."""
     return name.replace("_", " ")
 
@@ -112,8 +112,8 @@ def choose_many(
 ) -> list[str]:  # fmt: skip
     """Pills over options, mirrored in the URL as `a,b`; by default all are selected."""
     asked = st.query_params.get(key)
-    wanted = [o for o in options if asked is not None and o in listed(asked)]
-    if asked and (gone := [name for name in listed(asked) if name not in options]):
+    wanted = [o for o in options if asked is not None and o in split_list(asked)]
+    if asked and (gone := [name for name in split_list(asked) if name not in options]):
         warn_ignored(label, ", ".join(gone), [show(o) for o in options])
     st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(options if default is None else default)
     write = ",".join

@@ -19,7 +19,7 @@ from workbench.models import build
 from workbench.runs.index import INDEX
 from workbench.runs.records import provenance, records, write_parquet
 from workbench.views import Source
-from workbench.views.source import Cache, Kind
+from workbench.views.source import Kind, SourceCache
 
 MAIN = Path(__file__).parent.parent / "app" / "main.py"
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
@@ -38,7 +38,7 @@ OF_OBSERVED = [
 """Page, address and number of figures of what is drawn of a model that is observed from outside."""
 
 
-class Memory(Cache):
+class Memory(SourceCache):
     """Keeps models and results, as the dashboard does."""
 
     def __init__(self) -> None:

@@ -346,4 +346,4 @@ def test_provenance_is_told_of_the_tables_that_have_some():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8501", "http://127.0.0.1:8501/", "http://127.0.0.1:8501/depth?a=x"])
 def test_a_copied_link_names_this_server_on_any_page(monkeypatch, url):
     monkeypatch.setattr(figures, "st", SimpleNamespace(context=SimpleNamespace(url=url)))
-    assert figures.address(Link("depth", {"a": "b/c d"})) == "http://127.0.0.1:8501/depth?a=b/c%20d"
+    assert figures.link_address(Link("depth", {"a": "b/c d"})) == "http://127.0.0.1:8501/depth?a=b/c%20d"

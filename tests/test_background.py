@@ -138,15 +138,15 @@ def test_a_model_in_use_is_let_go_without_keeping_anybody_waiting():
 @pytest.mark.parametrize("name", ["step_000020/model.safetensors", "tokenizer.json", "run.json"])
 def test_files_replaced_by_older_ones_are_other_files(populated, tmp_path, name):
     from workbench.views import Link, Source
-    from workbench.views.source import place_of
+    from workbench.views.source import checkpoint_key
 
     folder = dashboard.copied(populated, tmp_path / "runs")
     (subject,) = Source(folder).subjects(Link("prompt", {"a": "text-resformer-s0"}))
-    before = place_of(subject)
-    assert place_of(subject) == before
+    before = checkpoint_key(subject)
+    assert checkpoint_key(subject) == before
     path = folder / "text-resformer-s0" / name
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes())
     os.utime(other, ns=(0, 0))  # as tools do that keep times
     other.replace(path)
-    assert place_of(subject) != before
+    assert checkpoint_key(subject) != before

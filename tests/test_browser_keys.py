@@ -176,7 +176,7 @@ def test_what_is_kept_is_taken_along_and_let_go_with_keys_alone(new_page, popula
     """The focus comes back to a button that was busy, and goes on to the next view from one that is let go."""
     runs = dashboard.copied(populated, tmp_path / "runs")
     for metric in ("sink_rate", "sink_mass"):
-        pins.keep(runs, Link.parse(f"depth?metric={metric}"), "layers", f"why {metric}")
+        pins.add(runs, Link.parse(f"depth?metric={metric}"), "layers", f"why {metric}")
     with browsing.served(runs) as url:
         page = browsing.watched(new_page(), url, wrong := [], wrong)
         page.goto(f"{url}/kept")

@@ -27,8 +27,8 @@ def folder(populated, tmp_path):
 
 def test_a_pin_is_kept_once_redrawn_and_let_go(folder):
     assert pins.pins(folder) == []
-    pins.keep(folder, DEPTH, "layers", "first")
-    pins.keep(folder, DEPTH, "layers", "it falls with depth")
+    pins.add(folder, DEPTH, "layers", "first")
+    pins.add(folder, DEPTH, "layers", "it falls with depth")
     (pin,) = pins.pins(folder)
     assert (pin.link, pin.view, pin.note) == (str(DEPTH), "layers", "it falls with depth")
     assert len(pin.draw(Source(folder)).table)
@@ -37,16 +37,16 @@ def test_a_pin_is_kept_once_redrawn_and_let_go(folder):
 
 
 def test_what_cannot_be_drawn_any_more_is_said_and_the_rest_stands(folder):
-    pins.keep(folder, DEPTH, "layers", "<b>bold</b> claim")
-    pins.keep(folder, Link.parse("depth?metric=gone"), "layers")
-    page = pins.html(Source(folder), pins.pins(folder))
+    pins.add(folder, DEPTH, "layers", "<b>bold</b> claim")
+    pins.add(folder, Link.parse("depth?metric=gone"), "layers")
+    page = pins.as_html(Source(folder), pins.pins(folder))
     assert page.count("<figure") == 1
     assert "&lt;b&gt;bold&lt;/b&gt; claim" in page
     assert "Not drawn" in page
 
 
 def test_the_notebook_redraws_what_was_kept(folder):
-    pins.keep(folder, DEPTH, "layers", "a note")
+    pins.add(folder, DEPTH, "layers", "a note")
     cells = json.loads(pins.notebook(folder, pins.pins(folder)))["cells"]
     names: dict = {}
     exec(cells[0]["source"], names)
@@ -62,15 +62,15 @@ def test_a_damaged_file_of_pins_is_refused_by_name(folder, text):
     with pytest.raises(WorkbenchError, match="pins"):
         pins.pins(folder)
     with pytest.raises(WorkbenchError, match="pins"):
-        pins.keep(folder, DEPTH, "layers")
+        pins.add(folder, DEPTH, "layers")
     assert (folder / pins.FILE).read_text() == text
 
 
 def test_a_folder_keeps_so_many_and_no_more(folder, monkeypatch):
     monkeypatch.setattr(pins, "MAX_PINS", 1)
-    pins.keep(folder, DEPTH, "layers")
+    pins.add(folder, DEPTH, "layers")
     with pytest.raises(WorkbenchError, match="1 views are kept"):
-        pins.keep(folder, DEPTH.but(seed=1), "layers")
+        pins.add(folder, DEPTH.but(seed=1), "layers")
 
 
 def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):
@@ -109,7 +109,7 @@ def test_what_pins_hold_is_text_in_notes_pages_and_shells(tmp_path):
     assert commands[2][-2:] == ["--", "--help"]
     cells = [c["source"] for c in json.loads(pins.notebook(tmp_path, HOSTILE))["cells"] if c["cell_type"] == "markdown"]
     assert not [cell for cell in cells if re.search(r"(?<!\\)[\[<`$]", cell)]
-    page = pins.html(Source(tmp_path), HOSTILE)
+    page = pins.as_html(Source(tmp_path), HOSTILE)
     assert "<img src=x>" not in page
 
 

@@ -88,6 +88,12 @@ def test_every_answer_keeps_pages_from_loading_or_telling_anything_elsewhere(por
     assert answer.getheader("X-Content-Type-Options") == "nosniff"
 
 
+def test_an_unknown_page_draws_figures_too(port):
+    answer, body = ask(port, "/nowhere")
+    assert answer.status == 200
+    assert b"data-plotly" in body
+
+
 @pytest.mark.parametrize("path", ["/", "/start?a=1", SMALL])
 def test_head_is_get_without_a_body(port, path):
     (head, body), (get, _) = ask(port, path, method="HEAD"), ask(port, path)

@@ -259,7 +259,7 @@ def test_runs_without_weights_or_text_say_why_there_are_no_passages(ask, populat
     path = folder / "small-transformer-s0" / "run.json"
     known = json.loads(path.read_text())
     path.write_text(json.dumps(known | {"data": {"kind": "imported", "domains": ["unknown"]}}))
-    with pytest.raises(WorkbenchError, match="training text of small-transformer-s0"):
+    with pytest.raises(WorkbenchError, match="the training text of small-transformer-s0"):
         only(dashboard.kept(folder), "heads?a=small-transformer-s0", "passages")
 
 

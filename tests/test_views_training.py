@@ -137,9 +137,9 @@ def test_what_nobody_wrote_down_is_said(ask):
 
 def test_the_parts_of_the_page_are_those_that_have_numbers(ask):
     link = Link("training", {"a": A})
-    assert training.present(training.quantities(ask, link)) == ["loss", "gradients", "coefficients", "pace"]
+    assert training.present(training.logged_quantities(ask, link)) == ["loss", "gradients", "coefficients", "pace"]
     race = Link("training", {"a": "race-svformer-s0"})
-    assert training.present(training.quantities(ask, race)) == ["loss", "gradients", "pace"]
+    assert training.present(training.logged_quantities(ask, race)) == ["loss", "gradients", "pace"]
 
 
 # ---- gradients and coefficients ----
@@ -216,7 +216,7 @@ def rows_of(steps):
 
 def test_recorded_quantities_have_a_panel_for_each_layer(recording):
     link = Link("training", {"set": "recorded"})
-    assert training.present(training.quantities(recording, link)) == ["inside", "pace"]
+    assert training.present(training.logged_quantities(recording, link)) == ["inside", "pace"]
     assert training.places(recording, link, "update_ratio") == ["W_Q", "W_V"]
     drawing = training.recorded(recording, link.but(where="W_V"))
     assert [a.text for a in drawing.figure.layout.annotations] == ["layer 0", "layer 1", "layer 2"]

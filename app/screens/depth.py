@@ -82,14 +82,14 @@ def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     source = cached_source()
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
     options = depth.options(source, bare)
-    metric = widgets.choose("Measure", "metric", options.metrics, options.metric, show=widgets.words, width=200)
+    metric = widgets.choose("Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200)
     bare = bare.but(metric=metric)
     options = depth.options(source, bare)
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
         options = depth.options(source, bare)
     variant = widgets.choose(
-        "Variant", "variant", options.variants, options.variant, show=widgets.words, width=130, only_if_many=True
+        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
     )
     bare = bare.but(variant=variant)
     options = depth.options(source, bare)

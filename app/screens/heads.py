@@ -58,23 +58,25 @@ def _body(link: Link) -> None:
             _passages(picked, drawing.table if drawing else None)
 
 
-def _choices(link: Link) -> tuple[Link, heads.Head]:
+def _choices(link: Link) -> tuple[Link, heads.RunHead]:
     source = cached_source()
     bare = link.but(**dict.fromkeys(("metric", "site", "variant", "end", "layer", "head")))
     options = heads.options(source, bare)
     of_layers, asked = heads.of_layers(source, bare, options), st.query_params.get("metric")
     metric = widgets.choose(
-        "Measure", "metric", options.metrics, options.metric, show=widgets.words, width=200, elsewhere=of_layers
+        "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=of_layers
     )
     if asked in of_layers:
-        st.caption(f"{widgets.words(asked).capitalize()} is not measured per head; ranked by {widgets.words(metric)}.")
+        st.caption(
+            f"{widgets.spaced(asked).capitalize()} is not measured per head; ranked by {widgets.spaced(metric)}."
+        )
     bare = bare.but(metric=metric)
     options = heads.options(source, bare)
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
         options = heads.options(source, bare)
     variant = widgets.choose(
-        "Variant", "variant", options.variants, options.variant, show=widgets.words, width=130, only_if_many=True
+        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
     )
     bare = bare.but(variant=variant)
     end = heads.options(source, bare).end
@@ -99,7 +101,7 @@ def _take_head(link: Link, row: pd.Series) -> None:
     widgets.update_url(a=row["run"], layer=row["layer"], head=row["head"], **other)
 
 
-def _passages(picked: heads.Head, table: pd.DataFrame | None) -> None:
+def _passages(picked: heads.RunHead, table: pd.DataFrame | None) -> None:
     prompt, lock = st.query_params.get("prompt"), st.query_params.get("lock", "")
     selected = pd.Series(dtype=bool)
     if table is not None:

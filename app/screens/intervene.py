@@ -19,7 +19,7 @@ from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import ready, show
 from ..page_frame import figures_side_by_side, page, toolbar
-from ..prompt_box import next_token, prompt_box, take_example
+from ..prompt_box import choose_token, prompt_box, take_example
 
 ABOUT = (
     "Edit the model while it reads one text: which tokens it then predicts worse, what it predicts next, and in which layers and "
@@ -127,7 +127,7 @@ def _sweep_controls(link: Link) -> Link:
     over = widgets.choose("Over", "over", choices, show=lambda o: o.replace("x", "and"))
     of = widgets.choose("Effect on", "of", list(OF), show=OF.__getitem__)
     link = _second_text(link.but(sweep=kind, over=over, of=of), intervene.takes_from_second(kind))
-    return next_token(link, cached_source().prompt(link), "Token", "target") if of != "loss" else link
+    return choose_token(link, cached_source().prompt(link), "Token", "target") if of != "loss" else link
 
 
 def _sweep(link: Link) -> None:
@@ -150,10 +150,10 @@ def _patch_controls(link: Link) -> Link:
     if first != second:
         st.warning("Patching needs texts of equal length in tokens: shorten or lengthen one.")
         return link.but(against=None)
-    site = widgets.choose("Patched site", "site", list(intervene.PATCHED), show=widgets.words)
-    link = next_token(link.but(site=site), text, "Answer of the first text", "target")
+    site = widgets.choose("Patched site", "site", list(intervene.PATCHED), show=widgets.spaced)
+    link = choose_token(link.but(site=site), text, "Answer of the first text", "target")
     # one token is often the likeliest of both texts
-    return next_token(link, other, "Answer of the second text", "against", but=link.whole("target"))
+    return choose_token(link, other, "Answer of the second text", "against", but=link.whole("target"))
 
 
 def _patching(link: Link) -> None:

@@ -33,7 +33,7 @@ def main() -> None:
             st.warning(widgets.escaped(error))
         if kept:
             files = (
-                ("Page (HTML)", lambda: pins.html(cached_source(), kept), "kept.html", "text/html"),
+                ("Page (HTML)", lambda: pins.as_html(cached_source(), kept), "kept.html", "text/html"),
                 ("Notebook", pins.notebook(source.folder, kept), "kept.ipynb", "application/json"),
                 ("Notes (Markdown)", pins.markdown(kept), "kept.md", "text/markdown"),
             )
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _pin(pin: pins.Pin) -> None:
-    key, name = f"{pin.view}_{abs(hash(pin))}", widgets.escaped(widgets.words(pin.view))
+    key, name = f"{pin.view}_{abs(hash(pin))}", widgets.escaped(widgets.spaced(pin.view))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(f"**{widgets.escaped(pin.note)}**" if pin.note else name, width="stretch")
         st.caption(widgets.escaped(pin.kept[:16].replace("T", " ")), width="content")

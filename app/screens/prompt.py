@@ -20,7 +20,7 @@ from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import show
 from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
-from ..prompt_box import next_token, prompt_box
+from ..prompt_box import choose_token, prompt_box
 
 ABOUT = "One text through the selected model, token by token. Select *Compare* for a second model or step."
 POSITION = "Position"
@@ -108,9 +108,11 @@ def _values(link: Link) -> Draw:
 def _attribution(link: Link) -> Draw:
     source = cached_source()
     entry, at = source.subjects(link)[0].entry, int(link.options["position"])
-    link = next_token(link, source.prompt(link), "Token", "target", position=at, width=130)
+    link = choose_token(link, source.prompt(link), "Token", "target", position=at, width=130)
     target = link.whole("target")
-    link = next_token(link, source.prompt(link), "Minus token", "against", position=at, width=130, but=target, none=ALL)
+    link = choose_token(
+        link, source.prompt(link), "Minus token", "against", position=at, width=130, but=target, none=ALL
+    )
     layer = widgets.choose("Layer", "layer", [ALL, *range(entry.n_layers)], ALL, width=80)
     head = widgets.choose("Head", "head", [ALL, *range(entry.n_heads)], ALL, width=80) if layer != ALL else None
     link = link.but(layer=None if layer == ALL else layer, head=None if head == ALL else head)

@@ -40,7 +40,7 @@ def _body(link: Link) -> None:
     with toolbar("controls"):
         if not link.on("compare"):
             link = choose_models(link)
-        parts = training.present(training.quantities(source, link))
+        parts = training.present(training.logged_quantities(source, link))
         if parts:
             shown = widgets.segments("Part", "show", parts, show=lambda name: PARTS[name][0])
             link = PARTS[shown][1](link.but(show=shown))
@@ -56,7 +56,7 @@ def _body(link: Link) -> None:
 
 
 def _wait_for_numbers(link: Link) -> None:
-    if training.quantities(cached_source(), link):
+    if training.logged_quantities(cached_source(), link):
         st.rerun()
 
 
@@ -75,7 +75,7 @@ def _figures(link: Link, shown: str, was_live: bool) -> None:
             st.rerun()
         names = ", ".join(widgets.escaped(e.name) for e in writing[:4]) + (" and others" if len(writing) > 4 else "")
         st.caption(f":material/fiber_manual_record: Being written: {names}. Updated every {LIVE} seconds.")
-    PARTS[shown][2](link, training.quantities(source, link))
+    PARTS[shown][2](link, training.logged_quantities(source, link))
 
 
 def _axes(link: Link) -> Link:
@@ -135,8 +135,8 @@ def _coefficients(link: Link, quantities: set[str]) -> None:
 
 def _recorded_choices(link: Link) -> Link:
     source = cached_source()
-    names = training.inside(training.quantities(source, link))
-    quantity = widgets.choose("Quantity", "quantity", names, "update_ratio", show=widgets.words, width=180)
+    names = training.inside(training.logged_quantities(source, link))
+    quantity = widgets.choose("Quantity", "quantity", names, "update_ratio", show=widgets.spaced, width=180)
     where = widgets.choose("Site", "where", training.places(source, link, quantity), show=plots.site, width=140)
     return _axes(link.but(quantity=quantity, where=where))
 

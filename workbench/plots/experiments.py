@@ -185,7 +185,7 @@ def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
             hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
         )  # fmt: skip
         figure.add_hline(y=1.0, line={"dash": "dot", "color": GREY}, row=1, col=2)
-    figure.update_xaxes(title_text="layer")
+    figure.update_xaxes(title_text="layer", dtick=1 if heads["layer"].nunique() <= 16 else None)
     figure.update_yaxes(title_text=axis_title("share of attention", "higher: sink"), rangemode="tozero", row=1, col=1)
     figure.update_yaxes(
         title_text=axis_title("ratio to the median", "lower: drained"), rangemode="tozero", row=1, col=2

@@ -225,7 +225,7 @@ def _method(result: Finding) -> str:
     ]
     if result.never:
         sentences.append(
-            f"Never below it: {_never(result)}. These runs count with their last step in the means; the verdict is a log-rank "
+            f"Never below it: {_never(result)}. They count with their last step in the means; the verdict is a log-rank "
             "permutation test, without an interval."
         )
     if len(result.rates) > 1:

@@ -42,7 +42,7 @@ class HeadOptions(Measure):
 
 
 @dataclass(frozen=True)
-class Head:
+class RunHead:
     """A head of a run."""
 
     entry: Entry
@@ -220,7 +220,7 @@ def _sentence(source: Source, link: Link, table: pd.DataFrame, selected: HeadOpt
     return f"{selected.end.capitalize()} of {len(table)} heads of {of}: {value}{even}{under}{init}.{left}"
 
 
-def head_of(source: Source, link: Link, table: pd.DataFrame | None = None) -> Head:
+def head_of(source: Source, link: Link, table: pd.DataFrame | None = None) -> RunHead:
     """The head of a link; if it does not name one, the first in the ranking of the run, layer or head it names."""
     run, step, layer, head = link.text("a"), link.whole("step"), link.whole("layer"), link.whole("head")
     if link.on("compare"):
@@ -241,10 +241,10 @@ def head_of(source: Source, link: Link, table: pd.DataFrame | None = None) -> He
     for kind, value, count in (("layer", layer, entry.n_layers), ("head", head, entry.n_heads)):
         if value not in range(count):
             raise UnknownName(f"{kind} of {entry.name}", str(value), map(str, range(count)))
-    return Head(entry, layer, head, step)
+    return RunHead(entry, layer, head, step)
 
 
-def is_picked(table: pd.DataFrame, picked: Head) -> pd.Series:
+def is_picked(table: pd.DataFrame, picked: RunHead) -> pd.Series:
     """Which rows of a ranking are a head's; if two models are compared, A's."""
     rows = (table["run"] == picked.entry.name) & (table["layer"] == picked.layer) & (table["head"] == picked.head)
     return rows & table["tag"].isin(["", "A"])
@@ -309,7 +309,7 @@ def passages(source: Source, link: Link) -> Drawing:
     return Drawing(figure, table, sentence)
 
 
-def _with_weights(picked: Head) -> Subject:
+def _with_weights(picked: RunHead) -> Subject:
     """The head's run at a step with weights."""
     steps = picked.entry.steps
     if not steps:

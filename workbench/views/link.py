@@ -16,7 +16,7 @@ SWITCHES = {"alone", "compare", "log", "depth", "behind"}
 
 
 @dataclass(frozen=True)
-class Page:
+class PageInfo:
     """A page of the dashboard: title, icon (Material Symbols), purpose, keys of its links."""
 
     title: str
@@ -27,26 +27,26 @@ class Page:
 
 
 PAGES = {
-    "start": Page("Start", "flag", "Main result, one model, runs, verdicts", ("show", "claim", "alone", "when", "left", "right", "at")),
-    "training": Page(
+    "start": PageInfo("Start", "flag", "Main result, one model, runs, verdicts", ("show", "claim", "alone", "when", "left", "right", "at")),
+    "training": PageInfo(
         "Training", "trending_down", "Losses, gradients and coefficients over training",
         ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     ),
-    "depth": Page(
+    "depth": PageInfo(
         "Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth", "behind", "layer", "head"),
     ),
-    "attention": Page(
+    "attention": PageInfo(
         "Attention", "grid_on", "Attention of every head",
         ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch"),
     ),
-    "heads": Page(
+    "heads": PageInfo(
         "Heads", "target", "Ranking of single heads", ("metric", "site", "variant", "end", "layer", "head")
     ),
-    "prompt": Page(
+    "prompt": PageInfo(
         "Prompt", "chat", "Predictions, values and attribution on your text",
         ("show", "site", "layer", "head", "position", "target", "against", "quantity"),
     ),
-    "intervene": Page(
+    "intervene": PageInfo(
         "Intervene", "build", "Edits and patching inside the model",
         ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site", "layer", "position"),
     ),
@@ -124,9 +124,9 @@ class Link:
     def many(self, key: str) -> list[str] | None:
         """Return an option `a,b` as a list; None if it is absent."""
         value = self.options.get(key)
-        return None if value is None else listed(value)
+        return None if value is None else split_list(value)
 
 
-def listed(text: str) -> list[str]:
+def split_list(text: str) -> list[str]:
     """Return the parts of `a,b`."""
     return [part for part in text.split(",") if part]

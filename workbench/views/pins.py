@@ -55,7 +55,7 @@ def pins(folder: Path) -> list[Pin]:
     return [Pin(**p) for p in stored or ()]
 
 
-def keep(folder: Path, link: Link, view: str, note: str = "") -> None:
+def add(folder: Path, link: Link, view: str, note: str = "") -> None:
     """Pin a view, or replace the note of its pin. Raises `WorkbenchError` if the folder is read-only."""
     with _LOCK:
         others = [p for p in pins(folder) if (p.link, p.view) != (str(link), view)]
@@ -78,7 +78,7 @@ def _write(folder: Path, kept: Sequence[Pin]) -> None:
         raise WorkbenchError(f"cannot write {folder / FILE}: {error.strerror or error}") from error
 
 
-def drawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | str]]:
+def redrawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | str]]:
     """Yield each pin with its drawing, or with the reason why it can no longer be drawn."""
     for pin in kept:
         try:
@@ -87,11 +87,11 @@ def drawn(source: Source, kept: Sequence[Pin]) -> Iterator[tuple[Pin, Drawing | 
             yield pin, str(reason)
 
 
-def html(source: Source, kept: Sequence[Pin]) -> str:
+def as_html(source: Source, kept: Sequence[Pin]) -> str:
     """Return the pins as one offline page: notes, figures, sentences and numbers."""
     page = Page("Kept views", wide=True)
     page.add(heading("Kept views", 1))
-    for pin, drawing in drawn(source, kept):
+    for pin, drawing in redrawn(source, kept):
         page.add(heading(pin.note or pin.view.replace("_", " ")))
         if isinstance(drawing, str):
             page.add(paragraph(f"Not drawn: {drawing}", "small"))

@@ -81,7 +81,7 @@ Place = tuple[str, int, int]
 """A checkpoint: its run's path, its step, and the stamp of its files."""
 
 
-class Cache:
+class SourceCache:
     """Cache of a source. The base class keeps tables, and the last two bases of `Source.derive`."""
 
     def __init__(self, records: RecordCache | None = None, telemetry: TelemetryCache | None = None) -> None:
@@ -123,7 +123,7 @@ class Source:
     folder: Path = field(default_factory=runs_folder)
     problems: dict[str, str] = field(default_factory=dict)
     progress: Progress | None = None
-    cache: Cache = field(default_factory=Cache, repr=False)
+    cache: SourceCache = field(default_factory=SourceCache, repr=False)
 
     def catalogue(self) -> Catalogue:
         """Return the runs of the folder, or the shipped runs if it has none."""
@@ -242,7 +242,7 @@ class Source:
 
     def model(self, subject: Subject) -> HookedModel:
         """Return a subject's model."""
-        return self.cache.get("model", place_of(subject), lambda: _opened(subject.entry.path, subject.step))
+        return self.cache.get("model", checkpoint_key(subject), lambda: _opened(subject.entry.path, subject.step))
 
     def query(
         self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: Subject, text: str | None, /,
@@ -259,7 +259,7 @@ class Source:
         """
         options: Mapping[str, Any] = kwargs
         plain = {key: value for key, value in options.items() if not callable(value)}
-        key = (_name(function), place_of(subject), text, args, plain)
+        key = (_name(function), checkpoint_key(subject), text, args, plain)
         return self.cache.get("answer", key, lambda: self._ask(function, subject, text, *args, **kwargs))
 
     def derive(
@@ -267,7 +267,7 @@ class Source:
         subject: Subject, text: str | None, /, *args: P.args, **kwargs: P.kwargs,
     ) -> R:  # fmt: skip
         """Call a function with the activations that `base` reads; the model runs once for many answers."""
-        read = (_name(base), place_of(subject), text)
+        read = (_name(base), checkpoint_key(subject), text)
 
         def compute() -> R:
             return function(self.cache.get("base", read, lambda: self._ask(base, subject, text)), *args, **kwargs)
@@ -284,7 +284,7 @@ class Source:
         """Return the tokens of a prompt as text."""
         letters = LETTERS.get(subject.entry.kind, 0)
         return self.cache.get(
-            "tokens", (place_of(subject), text),
+            "tokens", (checkpoint_key(subject), text),
             lambda: prompts.tokenise(self.model(subject), text, letters=letters).tokens,
         )  # fmt: skip
 
@@ -394,7 +394,7 @@ def _no_checkpoint(runs: Sequence[Entry]) -> str:
     return "no checkpoint yet; the first appears within seconds of a training's start"
 
 
-def place_of(subject: Subject) -> Place:
+def checkpoint_key(subject: Subject) -> Place:
     """Return which checkpoint a subject is; the stamp changes if any file of the checkpoint or its run is replaced."""
     run = Path(subject.entry.path)
     stamps = []

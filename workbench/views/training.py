@@ -34,7 +34,7 @@ def runs(source: Source, link: Link) -> list[Entry]:
     return source.chosen(link)
 
 
-def quantities(source: Source, link: Link) -> set[str]:
+def logged_quantities(source: Source, link: Link) -> set[str]:
     """Names of everything these runs logged."""
     return source.quantities(runs(source, link))
 
@@ -241,7 +241,7 @@ def _place(rows: pd.DataFrame) -> str:
 @view("training")
 def recorded(source: Source, link: Link) -> Drawing:
     """A quantity that a recorder measured, a panel for each layer; the mean over heads where there are several."""
-    names = inside(quantities(source, link))
+    names = inside(logged_quantities(source, link))
     if not names:
         raise WorkbenchError(
             "nothing was recorded inside these models; `workbench.Recorder` does so in any training loop"
