@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG, PICKLED, UNREAD, WEIGHTS, Checkpoint, is_directory, refuse_shards
@@ -71,7 +71,7 @@ def _file(path: Path, key: str) -> tuple[Mapping[Any, Any], Info]:
     if form is None and weights is not container:
         steps = (whole_number(container.get(name)) for name in STEPS)
         configs = (container[name] for name in CONFIGS if isinstance(container.get(name), dict))
-        step, config = next((s for s in steps if s is not None), None), next(configs, None)
+        step, config = next((s for s in steps if s is not None), None), cast(Any, next(configs, None))
         info = Info(format="PyTorch container", path=path, step=step, config=config)
     return weights, replace(info, beside=beside)
 
