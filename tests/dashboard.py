@@ -303,7 +303,7 @@ def foreign(folder: Path) -> Path:
 
 
 def copied(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(f"{INDEX}*"))
     return target
 
 

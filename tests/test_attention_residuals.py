@@ -88,7 +88,7 @@ def test_weights_set_by_a_hook_are_the_ones_used_and_taken_apart(awake):
 
 def test_neurons_have_no_vector_where_each_channel_has_its_weight(awake):
     cache = awake("attention_residuals", depth_heads=4).run_with_cache(torch.arange(5))[1]
-    with pytest.raises(WorkbenchError, match="ask for whole MLPs"):
+    with pytest.raises(WorkbenchError, match="use complete MLPs"):
         cache.stack_neuron_results(3)
     cache.get_full_resid_decomposition(3, expand_neurons=False)
 

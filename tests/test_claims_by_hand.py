@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, with_sinks
@@ -104,13 +105,17 @@ def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
 
 
 def test_a_course_is_measured_at_ten_checkpoints_spread_evenly_with_both_ends():
+    def steps(have, which, matched=()):
+        of = SimpleNamespace(info={"data": {"kind": "text"}}, steps=have, architecture="transformer")
+        return list(collect.plan(of, [SimpleNamespace(models=(), metrics=("loss",), steps=which)], matched))
+
     have = list(range(0, 1000, 10))
-    assert collect._steps(have, "series", []) == [0, 110, 220, 330, 440, 550, 660, 770, 880, 990]
-    assert collect._steps(have, "series", [20, 30]) == sorted({*collect._steps(have, "series", []), 20, 30})
-    assert collect._steps([0, 7], "series", []) == collect._steps([0, 7], "ends", [3]) == [0, 7]
-    assert collect._steps([0, 7], "last", [3]) == [7]
-    assert collect._steps([0, 3, 7], "matched", [3]) == [0, 3, 7]
-    assert collect._steps([], "series", []) == []
+    assert steps(have, "series") == [0, 110, 220, 330, 440, 550, 660, 770, 880, 990]
+    assert steps(have, "series", [20, 30]) == sorted({*steps(have, "series"), 20, 30})
+    assert steps([0, 7], "series") == steps([0, 7], "ends", [3]) == [0, 7]
+    assert steps([0, 7], "last", [3]) == [7]
+    assert steps([0, 3, 7], "matched", [3]) == [0, 3, 7]
+    assert steps([], "series") == []
 
 
 def test_a_late_layers_norm_is_held_against_the_middle_ones():

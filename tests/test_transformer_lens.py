@@ -50,7 +50,7 @@ def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architectu
             close(part, by_head[label])
         close(heads.sum(0), stream)
         if architecture in NORMED:
-            with pytest.raises(WorkbenchError, match="ask for whole MLPs"):
+            with pytest.raises(WorkbenchError, match="use complete MLPs"):
                 cache.stack_neuron_results(layer)
             close(cache.get_full_resid_decomposition(layer, expand_neurons=False).sum(0), stream)
             continue
