@@ -1,4 +1,4 @@
-"""What does a value residual approximate?
+"""Does a value residual approximate cross-layer attention?
 
 Claim (Zhou et al. 2024): averaging two layers' values under one key comes close to cross-layer attention, the identity mapping
 that adds values past the pattern does not. Refuted where it is the other way round.

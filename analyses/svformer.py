@@ -1,4 +1,4 @@
-"""What does SVFormer's half cache cost, and is sharing values the cheapest way to it?
+"""Does SVFormer's half cache raise the loss, and is sharing values the cheapest way to it?
 
 Claims (Zhou et al. 2024): the cache is (L + 1) / (2 L) of the decoder's for a small penalty; SVFormer leads at first and is
 overtaken later, the later the longer the sequences; at length it beats grouped heads; sharing values hurts less than sharing

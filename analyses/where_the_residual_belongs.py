@@ -1,4 +1,4 @@
-"""Where does the residual belong: which tensor, which source, which layers, which weight?
+"""Which tensor, source, layers and weight does the residual need?
 
 Claims (Zhou et al. 2024 and 2025): the value path is the place (the same shortcut on queries, keys, attention or the hidden
 state does not help), the first layer the source, late layers profit most, and every weight from 0.2 to 5 helps. Refuted where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ SHOWN = 4  # comparisons in the section of a claim
 
 ABOUT = """# Evidence for published claims
 
-After this page you know what the shipped runs decide about each published claim, with effects, intervals and seeds.
+After this page you know the verdict of the shipped runs on each published claim, with effects, intervals and seeds.
 
     workbench analyze data/evidence           # the same with figures
     workbench app --runs data/evidence        # the runs
@@ -31,15 +32,24 @@ The runs were trained for this project on two processor cores. These are small m
 CORRECTION = """
 ## Correction
 
-This page said "a value residual lowers the loss: supported, -0.32 nats [-0.36, -0.28], 10 seeds" (4 layers, 300 steps, 0.9
-training tokens per parameter). An independent rerun shows what that number is made of. With 100 warm-up steps in place of 30 the
-*Transformer* ends 0.30 nats lower [0.13, 0.48]. At 8 layers and 600 steps, halving the values alone, without any path to the first layer,
-gives 0.25 nats [0.19, 0.31] of ResFormer's 0.27 (3 seeds). At 10 tokens per parameter ResFormer - Transformer is -0.013 nats [-0.063,
-+0.036] (4 layers, 3 seeds). So the loss of short runs measures how fast a model starts and how large its values are. Every claim on the
-final loss is therefore *not tested* below 10 training tokens per parameter, with fewer than 100 warm-up steps, or while the loss still
-falls by 0.02 nats over the last tenth of the steps; and a gain of the first layer's values is supported only if the control with halved
-values, and nothing of the first layer's, does not have it. The other claim that fell is in [sinks.md](sinks.md): shared values delay the
-sink and do not prevent it. The lead in learning to copy stands against the same control ([induction.md](induction.md)).
+This page used to say "a value residual lowers the loss: supported, -0.32 nats [-0.36, -0.28], 10 seeds" (4 layers, 300 steps, 0.9
+training tokens per parameter). An independent rerun separates the parts of that number:
+
+- With 100 warm-up steps in place of 30 the *Transformer* ends 0.30 nats lower [0.13, 0.48].
+- At 8 layers and 600 steps ResFormer gains 0.27 nats. Halving the values alone, without any path to the first layer, gains 0.25 nats
+  [0.19, 0.31] (3 seeds).
+- At 10 tokens per parameter ResFormer - Transformer is -0.013 nats [-0.063, +0.036] (4 layers, 3 seeds).
+
+So the loss of short runs measures how fast a model starts and how large its values are. Every claim on the final loss is therefore
+*not tested* in any of three cases:
+
+- fewer than 10 training tokens per parameter,
+- fewer than 100 warm-up steps,
+- a loss that still falls by 0.02 nats over the last tenth of the steps.
+
+A gain of the first layer's values is supported only if the control lacks it. The control halves its values and adds nothing of the first
+layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay the sink and do not prevent it. The lead in learning to
+copy persists against the same control ([induction.md](induction.md)).
 
 The studies that would decide these claims are `losses20_rates` and `losses20` (20 tokens per parameter, rates tuned on a seed that is not
 reported). Missing runs of all queued studies are trained in order, and resumed after an interruption, by `for study in losses20_rates
@@ -84,7 +94,7 @@ def _summary(of: Mapping[str, Verdict]) -> str:
     """Return the number of claims by status, a row for each decided or unresolved claim, and the names of the others."""
     counts = {words: sum(v.status == status for v in of.values()) for status, words in STATUSES.items()}
     lines = [
-        f"Of {len(of)} claims: {', '.join(f'{n} {words}' for words, n in counts.items() if n)}.\n",
+        f"{len(of)} claims: {', '.join(f'{n} {words}' for words, n in counts.items() if n)}.\n",
         f"\n| claim | verdict | first effect, {confidence()} interval | seeds |\n|---|---|---|---|\n",
     ]
     for name, verdict in sorted(
@@ -94,8 +104,8 @@ def _summary(of: Mapping[str, Verdict]) -> str:
             row = next((row for row in verdict.table.to_dict("records") if _number(row)), {})
             effect, seeds = _number(row), row.get("n", "")
             lines.append(f"| [{name.replace('_', ' ')}](#{name}) | {STATUSES[verdict.status]} | {effect} | {seeds} |\n")
-    gated = ", ".join(f"[{name.replace('_', ' ')}](#{name})" for name, v in of.items() if v.status == "gated")
-    return "".join(lines) + (f"\n*Not tested, because a condition is not met:* {gated}.\n" if gated else "")
+    gated = "".join(f"- [{name.replace('_', ' ')}](#{name})\n" for name, v in of.items() if v.status == "gated")
+    return "".join(lines) + (f"\n*Not tested, because a condition is not met:*\n\n{gated}" if gated else "")
 
 
 def _number(row: Mapping[Any, Any]) -> str:
@@ -118,10 +128,24 @@ def _claim(name: str, verdict: Verdict) -> str:
 
 
 def listed(facts: Mapping[str, str]) -> str:
-    """Return facts as paragraphs. A fact with three parts or more becomes a list."""
-    paragraphs = []
-    for key, text in facts.items():
-        parts = text.split("; ")
-        items = "".join(f"- {part}\n" for part in parts)
-        paragraphs.append(f"\n**{key}:** {text}\n" if len(parts) < 3 else f"\n**{key}:**\n\n{items}")
-    return "".join(paragraphs)
+    """Return facts as paragraphs. A sentence with three parts or more becomes a list, after its introduction in `Details`."""
+    return "".join(f"\n**{key}:**{_paragraphs(text, introduced=key == 'Details')}" for key, text in facts.items())
+
+
+def _paragraphs(text: str, *, introduced: bool) -> str:
+    blocks = [""]
+    for sentence in re.split(r"(?<=\.) (?=[A-Z])", text):
+        before, colon, after = sentence.partition(": ")
+        before, items = (f" {before}:", after) if introduced and colon and "; " not in before else ("", sentence)
+        parts = items.removesuffix(".").split("; ")
+        if len(parts) < 3:
+            blocks[-1] += f" {sentence}"
+        else:
+            blocks[-1] += before
+            blocks += ["".join(f"- {part}\n" for part in parts), ""]
+    return (
+        "\n\n".join(
+            block.strip("\n").removeprefix(" " if i else "") for i, block in enumerate(blocks) if block or not i
+        )
+        + "\n"
+    )

@@ -141,18 +141,22 @@ Every model chooses its learning rate among the same ones, on other seeds if the
 the first status is corrected over all tested claims (Holm). So the probability of one or more false decisions is at
 most 5 %. The status of the claim alone is shown too.
 
-**Not tested** is a claim on the final loss in three cases, whatever its p-value: fewer than 10 training tokens per
-parameter, fewer than 100 warm-up steps, or a loss that still falls by 0.02 nats over the last tenth of the steps.
+A claim on the final loss is **not tested**, at any p-value, in three cases:
+
+- fewer than 10 training tokens per parameter,
+- fewer than 100 warm-up steps,
+- a loss that still falls by 0.02 nats over the last tenth of the steps.
+
 From 10 to 20 tokens per parameter the verdict states its budget. A claim that first-layer values help is supported
 only if the model also ends ahead of the control `values_scaled`. This control halves its own values and gets no
 first-layer values. Claims leave out studies that measured a metric on some of their runs only, and such records do
 not ship.
 
 A step that some runs never reach is censored at the last step. Means are then restricted to it, there is no interval,
-and the p-value is that from an exact permutation test of the log-rank statistic. Quantities by layer are compared as
+and the p-value comes from an exact permutation test of the log-rank statistic. Quantities by layer are compared as
 the mean over all layers after the first, and ratios as signed logarithms. A layer that is chosen on the same runs
-would decide 12 to 16 % of claims falsely if one model's numbers spread more than the other's. A distance from 1 of
-each run would decide up to 60 % falsely.
+would decide 12 to 16 % of claims falsely if one model's numbers spread more than the other's. The
+distance of single runs from 1 would decide up to 60 % falsely.
 
 Some values have no error bar and decide nothing alone: CKA, the share that a token's mean keeps (`kept`) within one
 run, the bytes of a cache, and the number of principal components `pcs_99`.

@@ -40,7 +40,7 @@ PYTHON = """After this page you can look up every public function and class.
     model = workbench.load("models-resformer-s0")
     frame = workbench.measure("models-resformer-s0", "sink_mass", n=16)
 
-`import workbench` imports nothing heavy. Each name imports what it needs when it is first used.
+`import workbench` imports nothing heavy. Each name imports its dependencies at its first use.
 """
 ARGUMENTS = r"(?m)^Args:\n((?:    .+\n?)+)"
 

@@ -217,7 +217,7 @@ def test_sinks_are_counted_by_what_they_write():
     found = judged("sinks_drains_and_peaks_vanish_together", made, rows + written(made, of_head))
     assert found.status == "supported"
     assert found.sentence.endswith(
-        "Sinks by what they write: Transformer 1 no-op, 0.8 broadcast, 0.2 mixed of 4 heads (mean of 5 seeds); ResFormer none of "
+        "Sinks by their output: Transformer 1 no-op, 0.8 broadcast, 0.2 mixed of 4 heads (mean of 5 seeds); ResFormer none of "
         "4 heads (mean of 5 seeds)."
     )
     table = found.table.set_index("comparison")

@@ -191,7 +191,7 @@ def test_what_was_measured_in_which_type_stands_beside_the_seeds(tmp_path):
     told = Judged(CLAIMS["lower_loss"], CLAIMS["lower_loss"].judge(shown))
     assert told.verdict.setting.startswith("3 seeds of 2 models")
     assert told.verdict.setting.endswith(
-        "128 tokens, batch 8, 300 steps, rate 0.004, 20.0 tokens per parameter, measured in bfloat16 and float32"
+        "128 tokens, batch 8, 300 steps, rate 0.004, 20.0 tokens per parameter, in bfloat16 and float32"
     )
     assert told.verdict.setting in article(told), "the page of claims and the report"
 

@@ -56,7 +56,7 @@ class NotMeasured(UserWarning):
 
 
 class PaddingLeftOut(UserWarning):
-    """Padding was left out: averages are over the tokens of each document."""
+    """Padding was left out: averages are over the tokens of every document."""
 
 
 class HooksNotCalled(UserWarning):

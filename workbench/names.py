@@ -1,6 +1,6 @@
 """The names of all activations, with hook point, axes and a one-line meaning.
 
-Names and layouts are those of TransformerLens. Value-residual models have further hook points. `attn.own` has tensors that the layer
+Names and layouts follow TransformerLens. Value-residual models have further hook points. `attn.own` has tensors that the layer
 projects itself, `attn.source.<j>` those of layer j, and `attn.table` those looked up by token id. `attn.cross` has keys, values,
 scores and pattern of another layer (`attn.cross.<j>` if a layer reads several). Others show coefficients, DenseFormer's averages and
 the streamed attention statistics. `attn.first` is an alias of `attn.source.0` in every hook name.
@@ -26,7 +26,7 @@ class Activation:
 
     @property
     def per_layer(self) -> bool:
-        """Whether each block has this activation."""
+        """True if each block has this activation."""
         return "{layer}" in self.hook
 
 

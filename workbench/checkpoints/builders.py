@@ -1,4 +1,4 @@
-"""Runs of your own decoders: a function of yours builds the module, and the checkpoint's weights are loaded into it.
+"""Runs of your own decoders: your function builds the module, and the checkpoint's weights are loaded into it.
 
     workbench import out/ --name mine --builder my_model:build
     WORKBENCH_BUILDERS=my_model:build workbench app

@@ -30,7 +30,7 @@ def build(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transfo
 
 
 def shapes_of(model: Transformer) -> dict[str, list[int]]:
-    """Return the shape of each tensor by its name in a file."""
+    """Return the shapes of the tensors by name in a file."""
     return {llama_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
 
 

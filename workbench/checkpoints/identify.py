@@ -151,7 +151,7 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def available_steps(run: Path, description: Mapping[str, Any]) -> list[int]:
-    """Return these steps; raises `BadCheckpoint` if there are none."""
+    """Return these steps; raises `BadCheckpoint` for an empty list."""
     if steps := complete_steps(run):
         return steps
     reasons = {
@@ -198,7 +198,7 @@ def is_pattern(text: str) -> bool:
 
 
 def series(where: str | Path, revision: str = "") -> list[tuple[int, Path]]:
-    """Return the step and path of each checkpoint in a folder or of a pattern, by step.
+    """Return the steps and paths of the checkpoints in a folder or of a pattern, by step.
 
     Args:
         where: A folder, a glob, or a regular expression with a `step` group. A Hub name needs a pattern in `revision`.

@@ -25,7 +25,7 @@ SPELLINGS = {  # names of the same settings in training scripts
 
 
 def llama_name(name: str) -> str:
-    """Return Llama's name of a parameter of ours, or the name itself if it is another tensor's."""
+    """Return Llama's name of one of our parameters, or the name itself if it is another tensor's."""
     if match := re.fullmatch(r"blocks\.(\d+)\.(\w+)\.(.+)", name):
         return f"model.layers.{match[1]}.{_TENSORS.get(match[2], match[2])}.{match[3]}"
     return _TENSORS.get(name, name)

@@ -43,17 +43,17 @@ def load(
     """Load a model from a run or a checkpoint.
 
     Reads runs, single steps, Hugging Face directories, Meta's Llama folders and `.pt`, `.pth`, `.ckpt`, `.bin`, `.safetensors`
-    files. Nothing is unpickled.
+    files. Files are never unpickled.
 
     Args:
         path: Run folder, step folder, checkpoint file or folder, shipped model name, or cached Hub name.
         step: Checkpoint to load from a run or a series (see `workbench.series`): "last", "first" or a step number.
         architecture: Overrides the architecture stored in the checkpoint. Without either, a "transformer" is assumed and
             `ArchitectureAssumed` is issued.
-        config: Settings of the model that complete and override those of the files.
-        device: Where the weights go; the CPU unless given.
-        dtype: Type of the weights; float32 unless given, whatever the files hold.
-        key: Where the weights lie in a PyTorch file, as `ema` or `nets.student`; the usual keys are tried unless given.
+        config: Settings of the model that complete and override the settings in the files.
+        device: Device of the weights; the CPU by default.
+        dtype: Type of the weights; float32 by default, also if the files hold another type.
+        key: Path of the weights in a PyTorch file, as `ema` or `nets.student`; the usual keys are tried unless given.
         strip_prefix: Prefix of the tensors to load, as `net.`, which is taken off; other tensors are left out.
         options: Options of the architecture.
 

@@ -40,7 +40,7 @@ class Info:
 
     @cached_property
     def sha256(self) -> dict[str, str]:
-        """SHA-256 of each file of weights, by file name."""
+        """SHA-256 of the files of weights, by file name."""
         sums = {}
         for path in self.files:
             with path.open("rb", buffering=0) as file:
@@ -74,7 +74,7 @@ class State:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Shape of each tensor by name."""
+        """Shapes of the tensors by name."""
         return {name: list(stored.shape) for name, stored in self.tensors.items()}
 
     def read(self, dtype: Dtype = None, device: Device = None) -> Iterator[tuple[str, torch.Tensor]]:

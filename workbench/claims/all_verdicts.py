@@ -73,7 +73,7 @@ def _parts(entries: Sequence[Entry]) -> Iterator[object]:
 
 
 def load(folder: Path, marked: str) -> Verdicts | None:
-    """Return the verdicts stored in a folder under this mark; None if there are none, or they are damaged."""
+    """Return the verdicts stored in a folder under this mark; None if they are missing or damaged."""
     try:
         stored = read_json(folder / FILE)
         return read(stored) if stored["mark"] == marked else None

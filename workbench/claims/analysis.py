@@ -62,7 +62,7 @@ def analyse(
 
 
 def verdicts(analysis: Analysis) -> pd.DataFrame:
-    """Return one row per claim: its verdict, what is published, and how often chance would decide as clearly."""
+    """Return one row per claim: its verdict, the published numbers, and how often chance would decide as clearly."""
     rows = [
         {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status,
          "by_itself": j.verdict.alone or j.verdict.status, "p": j.verdict.p, "scope": j.verdict.scope,

@@ -17,11 +17,12 @@ SOURCES = 3  # of a place, before their ranks say anything
 
 
 @claim(
-    supports="DenseFormer ends lower than vanilla of the same depth; its weights are strong on the diagonal, positive on the embedding "
-    "early and negative late",
-    refutes="it ends higher; a weight alone refutes nothing, since Adam moves each by about the learning rate a step, whatever it is for",
+    supports="DenseFormer ends lower than vanilla of the same depth; its diagonal weights are strong; its embedding weights are "
+    "positive early and negative late",
+    refutes="it ends higher. A weight alone refutes nothing, since Adam moves every weight by about the learning rate per step, needed "
+    "or not",
     scale="4 to 8 layers show the diagonal and the embedding's column only",
-    published="OpenWebText2 perplexity, 48 blocks, three seeds: 18.61 against 17.84 (1x1), 17.87 (4x5), 18.28 (last four); dropping "
+    published="OpenWebText2 perplexity, 48 blocks, three seeds: 18.61 against 17.84 (1x1), 17.87 (4x5), 18.28 (last four). Removing "
     "more than about 15 % of the smallest weights after training ruins it (paper)",
     source="Pagliardini et al. 2024, DenseFormer, arXiv 2402.02622", metrics=("loss",), models=("transformer", "denseformer"),
     shows={"metric": "coefficient"}, final_loss=True,
@@ -57,9 +58,10 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     supports="Attention Residuals, in every form that is here (over all sublayers, over blocks), end lower than the vanilla decoder",
     refutes="a form ends higher",
     scale="any size; published from 194M parameters on, one run each",
-    published="baseline, blocks, full: 1.931, 1.909, 1.899 (194M), 1.766, 1.746, 1.737 (436M), 1.719, 1.693, 1.692 (528M), one seed "
-    "(paper); by others: perplexity 128.6 to 104.5 at 100M, -.0089 and -.0216 nats (Marin, issue 9290), no gain replicated in nanochat "
-    "(646) and in parameter-golf at 6 layers, 29.70 to 31.76 at 1B where cumulative states are routed (arXiv 2605.18855)",
+    published="baseline, blocks, full, one seed (paper): 1.931, 1.909, 1.899 (194M), 1.766, 1.746, 1.737 (436M), 1.719, 1.693, 1.692 "
+    "(528M); by others: perplexity 128.6 to 104.5 at 100M; by others: -0.0089 and -0.0216 nats (Marin, issue 9290); by others: no gain "
+    "replicated in nanochat (646) and in parameter-golf at 6 layers; by others: 29.70 to 31.76 at 1B where cumulative states are routed "
+    "(arXiv 2605.18855)",
     source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def attention_residuals_lower_the_loss(evidence: Evidence) -> Verdict:
@@ -76,13 +78,13 @@ def attention_residuals_lower_the_loss(evidence: Evidence) -> Verdict:
     source=ATTENTION_RESIDUALS, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def averages_by_content_beat_fixed_ones(evidence: Evidence) -> Verdict:
-    """What lowers the loss in reading earlier layers is that the weights depend on the token."""
+    """Reading earlier layers lowers the loss because the weights depend on the token."""
     return ends_lower(evidence, "attention_residuals", "denseformer")
 
 
 @claim(
-    supports="over the sources of a place the cost of replacing one by its mean rises with its weight, and more so than the cost of a "
-    "random vector of its length in its place: the rank correlations' differences are above 0",
+    supports="over the sources of a place, the cost of replacing one by its mean rises with its weight. It rises more than the cost of "
+    "a random vector of its length in its place: the differences of the rank correlations are above 0",
     refutes="they are below 0",
     scale="trained Attention Residuals, three seeds; a comparison within one model, two or three sources say little",
     published="against it, outside of depth routing: the largest mass is not the largest causal effect (arXiv 2606.13168)",
@@ -129,17 +131,17 @@ def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
 
 
 @claim(
-    supports="in Attention Residuals doing without the embedding rather than without the layer before costs the loss more where values "
-    "read than where queries or keys do",
+    supports="in Attention Residuals, removing the embedding instead of the previous layer raises the loss more for values than for "
+    "queries or keys",
     refutes="it costs less than with queries or with keys",
-    scale="trained Attention Residuals, three seeds; one routing serves queries, keys and values here, so what they need is compared",
-    published="a probe with a routing for each: values keep reading the embedding, queries and keys recent layers (others' code, "
-    "unpublished); against it ExoFormer (arXiv 2601.08131) gains by reuse of queries and keys too, once they are normed",
+    scale="trained Attention Residuals, three seeds; queries, keys and values share one routing here, so their needs are compared",
+    published="values keep reading the embedding, queries and keys recent layers (a probe with a routing for each: others' code, "
+    "unpublished). Against it: ExoFormer (arXiv 2601.08131) also gains by reuse of queries and keys, once they are normed",
     source="a probe by others (2026), unpublished; " + ATTENTION_RESIDUALS, metrics=("reader_ablation",),
     models=("attention_residuals",), shows={"metric": "reader_ablation"},
 )  # fmt: skip
 def values_read_the_embedding_queries_and_keys_the_latest(evidence: Evidence) -> Verdict:
-    """Deep values keep reading the embedding, while queries and keys read what was computed last."""
+    """Deep values keep reading the embedding, while queries and keys read the latest outputs."""
     forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
     mine = evidence.of_task("text").comparable(forms or "attention_residuals")
     model = mine.first_of(forms)

@@ -1,4 +1,4 @@
-"""Measurement of runs for claims: what is missing is measured, the rest is read from the stored records.
+"""Measurement of runs for claims: stored records are read, and missing ones are measured.
 
 An interrupted analysis resumes where it stopped. Runs that cannot be used are left out and named with the reason.
 """
@@ -41,7 +41,7 @@ BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_ever
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
-    """Return the finished runs at paths of runs or folders, and why other runs are left out; raises `BadData` if there is none."""
+    """Return the finished runs at paths of runs or folders, and why other runs are left out; raises `BadData` without any."""
     runs: list[Run] = []
     problems: dict[str, str] = {}
     for location in map(locate, paths):
@@ -145,7 +145,7 @@ def plan(run: Run, claims: Iterable[Claim], matched: Sequence[int] = ()) -> dict
 
 
 def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
-    """Return the checkpoints of each run around the loss that it and its baseline both reach.
+    """Return every run's checkpoints around the loss that it and its baseline both reach.
 
     The baseline is the Transformer of the same setting and seed. Runs without a loss curve have no such checkpoints.
     """
@@ -296,7 +296,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
 
 
 def told_apart(written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, str]:
-    """Return a mark of each run that only its copies share: its loss curve, or else the hash of its last weights."""
+    """Return a mark per run that only its copies share: its loss curve, or else the hash of its last weights."""
     last = kept[kept["step"] == kept.groupby("run")["step"].transform("max")].drop_duplicates("run")
     weights = {run: origin(text).get("weights") for run, text in zip(last["run"], last["provenance"], strict=True)}
     marks = {str(run): str(mark) for run, mark in weights.items() if mark is not None}
@@ -308,7 +308,7 @@ def told_apart(written: pd.DataFrame, kept: pd.DataFrame) -> dict[str, str]:
 
 
 def seeds_of(table: pd.DataFrame, marks: dict[str, str]) -> dict[str, int]:
-    """Return the seed of each run; copies of a run (with its mark) have the seed of the first copy."""
+    """Return every run's seed; copies of a run (with its mark) have the seed of the first copy."""
     seeds, first = dict(zip(table["run"], table["seed"], strict=True)), dict[tuple[str, str], int]()
     for run, model in zip(table["run"], table["model"], strict=True):
         if run in marks:

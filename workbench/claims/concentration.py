@@ -19,8 +19,8 @@ THIRD = 2  # the third layer, counted from 0
 
 
 @claim(
-    supports="at random init the importance entropy equals that of uniform causal attention in every layer; training lowers it from the "
-    "third layer on",
+    supports="at random init the importance entropy of every layer equals the value for uniform causal attention; training lowers it "
+    "from the third layer on",
     refutes="either part fails",
     scale="any; the first part is a test",
     published="entropy 7.194 to 7.204 at random init, 468M (axis of a figure in the paper); uniform causal attention has 7.2025 at "
@@ -44,19 +44,19 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
     models = f"{len(mine.models)} models" if len(mine.models) > 1 else model_name(mine.models[0])
     sentence = (
         f"At random init no layer is farther than {farthest.max():.2g} nats from uniform causal attention (tolerance {AT_INIT}), over "
-        f"{models}; trained, the Transformer's deficit is {numbers(intervals, ', ')} nats{few_seeds}. "
+        f"{models}. After training the Transformer's deficit is, in nats{few_seeds}: {numbers(intervals)}. "
         "The deficit mixes sinks, local attention and content."
     )
     return judged({**within, **intervals}, 1, sentence, "nats")
 
 
 @claim(
-    supports="ResFormer and SVFormer have a smaller entropy deficit in deep layers at equal step and at equal loss; told beside it: "
-    "the first two layers, and whether NeuTRENO keeps its sinks",
+    supports="ResFormer and SVFormer have a smaller entropy deficit in deep layers at equal step and at equal loss. The first two "
+    "layers, and whether NeuTRENO keeps its sinks, are reported but not judged",
     refutes="a larger deficit at equal step or once losses are matched",
     scale="a vanilla model that has sinks, five seeds",
-    published="entropy axes 1.4 to 2.8 (468M) and 2.75 to 4.50 (82M) (ticks in the paper's figures); their length is not stated, about "
-    "20 and 100 tokens by inference, so they are never drawn over ours",
+    published="entropy axes 1.4 to 2.8 (468M) and 2.75 to 4.50 (82M) (ticks in the paper's figures). The sequence lengths are not "
+    "stated (about 20 and 100 tokens by inference), so these values are never drawn over ours",
     source=PAPER, steps="series",
     metrics=("importance_entropy", "concentration_parts", "sink_mass", "sink_rate", "token_similarity", "loss"),
     shows={"metric": "against_loss"},

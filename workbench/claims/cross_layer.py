@@ -1,4 +1,4 @@
-"""What does a value residual approximate?"""
+"""Does a value residual approximate cross-layer attention?"""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TRAINED = ("cross_layer", "same_key", "identity_map")
     supports="in a trained vanilla model same-key averaging is close to cross-layer attention in every layer, identity mapping is not",
     refutes="the reverse",
     scale="a trained vanilla model of 8 layers, three seeds; at random init, where attention is uniform, it holds without any training",
-    published="same-key well above identity, axis from 0.3 to 0.9; trained, identity mapping is far worse, up to +0.5 nats, and "
-    "ResFormer ends below exact cross-layer attention (figures of the paper): the largest and safest effect in it",
+    published="same-key well above identity, axis from 0.3 to 0.9. Trained, identity mapping is far worse, up to +0.5 nats, and "
+    "ResFormer ends below exact cross-layer attention (figures of the paper). This is the largest and safest effect in the paper",
     source=PAPER, metrics=("cross_layer_approximation",), models=("transformer",), steps="ends",
     shows={"metric": "cross_layer_approximation", "variant": ...},
 )  # fmt: skip

@@ -13,12 +13,12 @@ from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 
 @claim(
-    supports="own values use more directions in most layers after their scale is divided out, more beyond random init, and at equal "
-    "loss; the sum with the first layer's values has more by construction, trained or not, so it is shown and not judged",
+    supports="own values use more directions in most layers, with their scale divided out; the same holds beyond random init and at "
+    "equal loss; the sum with the first layer's values has more directions by construction, trained or not, so it is shown and not "
+    "judged",
     refutes="fewer, or the difference is in the scale alone",
     scale="any trained size, three seeds",
-    published="the largest eigenvalue of each layer is larger for ResFormer in most layers (paper; not normalised, so it contains the "
-    "scale)",
+    published="the largest eigenvalue is larger for ResFormer in most layers (paper; not normalised, so it contains the scale)",
     source=PAPER, metrics=("effective_rank",), models=("transformer", SCALED, *RESFORMERS), steps="matched",
     shows={"metric": "effective_rank", "site": "own_v"},
 )  # fmt: skip
@@ -45,7 +45,7 @@ def richer_values(evidence: Evidence) -> Verdict:
     made = f", {1 - whole.value / effective.value:.0%} of it the construction's" if effective.value > 0 else ""
     sentence = (
         f"Effective rank of own values, {model_name(model)} - Transformer, layers after the first: {whole} directions{seeds_note(whole)}, "
-        f"more in {more} of {len(layers)} layers; trained minus init {parts['beyond init']}, at equal loss {parts['at equal loss']}; of "
+        f"more in {more} of {len(layers)} layers; trained minus init {parts['beyond init']}, at equal loss {parts['at equal loss']}; "
         f"effective values, to which the first layer's are added, {effective}{made}; change of their scale (trace of the covariance) "
         f"{shown['scale (trace)']}{told}."
     )
@@ -55,8 +55,8 @@ def richer_values(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="own values of deep layers grow alike and shrink late, and an attention costs about as much to drop as an MLP, more so "
-    "than in vanilla, where the two differ",
+    supports="own values of deep layers grow alike and shrink late; dropping an attention costs about as much as dropping an MLP, more "
+    "so than in vanilla; in vanilla the two costs differ",
     refutes="one of the three trends is reversed against vanilla",
     scale="8 layers or more, three seeds",
     published="described for the last version (reported by others), no numbers",
@@ -95,7 +95,7 @@ def _late(pair: Evidence, model: str, depth: int) -> Interval:
 def _balance(pair: Evidence, model: str, depth: int) -> tuple[Interval, bool]:
     """Difference of ln(cost of dropping attention / cost of dropping the MLP) in deep layers, below 0 if nearer to 1.
 
-    All seeds count with the sign of the Transformer's mean, since the distance of each seed from 1 would grow with its noise. The second
+    All seeds count with the sign of the Transformer's mean, since the distance of one seed from 1 would grow with its noise. The second
     value says whether the Transformer's ratio differs from 1.
     """
     costs = deep_layers(pair.rows("sublayer_removal"), depth)

@@ -24,9 +24,9 @@ RECIPE = (
     "weight_decay", "optimiser",
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")
-"""What runs must have in common before they are compared."""
+"""Settings that must be equal in runs that are compared."""
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
-"""Of what training wrote down."""
+"""Metrics in the telemetry of training."""
 RUN_COLUMNS = (
     "run",
     "model",
@@ -44,7 +44,7 @@ RUN_COLUMNS = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """Tables of runs: the facts of each run, measured records, telemetry and values per document.
+    """Tables of runs: run facts, measured records, telemetry and values per document.
 
     `runs` has the columns `RUN_COLUMNS`. Its `model` is the architecture with all options that differ from their defaults, and is called
     `architecture` in the other tables. Every method returns rows or the evidence of fewer runs; none reads a file.
@@ -273,10 +273,10 @@ class Evidence:
         return paired
 
     def losses(self) -> pd.DataFrame:
-        """Return the final validation loss of each run and domain, from training or else from the measured loss.
+        """Return the final validation loss by run and domain, from training or else from the measured loss.
 
-        Columns are run, model, seed, data, lr, tokens and value. The value is NaN if the run's telemetry ends before that of other runs
-        with as many steps. Raises `InsufficientEvidence` if no run has a loss.
+        Columns are run, model, seed, data, lr, tokens and value. The value is NaN if the run's telemetry ends before the telemetry of
+        other runs with as many steps. Raises `InsufficientEvidence` if no run has a loss.
         """
         written = self.written("validation_loss")
         measured = self.records("loss")
@@ -292,7 +292,7 @@ class Evidence:
         return rows.drop(columns=["step", "steps"]).assign(value=rows["value"].astype(float).mask(early))
 
     def curves(self) -> dict[str, pd.Series]:
-        """Return the validation loss of each run by step, averaged over domains."""
+        """Return the validation loss by run and step, averaged over domains."""
         runs = self.written("validation_loss").groupby("run")
         series = {run: rows.groupby("step")["value"].mean().sort_index() for run, rows in runs}
         return {str(run): curve.set_axis(curve.index.astype(int)).astype(float) for run, curve in series.items()}
@@ -361,12 +361,12 @@ def sound(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_last_step(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of each run's last step, and those without a step."""
+    """Return the rows at every run's last step, and rows without a step."""
     return rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
 
 
 def best_rates(losses: pd.DataFrame) -> dict[str, float]:
-    """Return the learning rate with the lowest mean loss of each model; a rate with an unknown loss never wins."""
+    """Return the learning rate with the lowest mean loss, by model; a rate with an unknown loss never wins."""
     means = losses.groupby(["model", "lr"])["value"].agg(lambda x: x.mean(skipna=False))
     return {str(model): float(rate) for model, rate in means[np.isfinite(means)].groupby("model").idxmin()}
 

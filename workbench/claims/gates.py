@@ -1,4 +1,4 @@
-"""What do gates, scales and norms around attention change: the loss, sinks, gradients, outliers?"""
+"""Do gates, scales and norms around attention change the loss, sinks, gradients or outliers?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Measured = Callable[[Evidence, str], Mapping[str, Interval]]
 @claim(
     supports="exclusive attention ends lower than vanilla at every length, and its lead is larger at the longest than at the shortest",
     refutes="it ends higher at a length",
-    scale="two lengths of equal tokens a step; published from .7B on",
+    scale="two lengths of equal tokens a step; published from 0.7B on",
     published="2.7B: 1.36 points of a mean over tasks, losses not read off; with a gate, ten seeds of a speed run: 3.28316 to 3.27865 "
     "(modded-nanogpt 264); nanochat: better per step, not per second",
     source="Exclusive Self Attention, arXiv 2603.09078 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
@@ -62,7 +62,7 @@ def _beside_sinks(
     also: Measured | None = None,
     keep: bool = False,
 ) -> Verdict:
-    """Judge numbers of each model, all expected below 0, if the Transformer has sinks.
+    """Judge numbers per model, all expected below 0, if the Transformer has sinks.
 
     Args:
         also: Numbers that must be above 0 before the claim is supported.
@@ -113,7 +113,7 @@ def _outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
     "layers after the first",
     refutes="it is higher",
     scale="a vanilla model that has sinks, five seeds; small models form small outliers",
-    published="OPT 125M: kurtosis 2177 to 35, perplexity 15.95 to 15.49, loss by 8-bit rounding 27.8 to .93; BERT: kurtosis 2987 to 85, "
+    published="OPT 125M: kurtosis 2177 to 35, perplexity 15.95 to 15.49, loss by 8-bit rounding 27.8 to 0.93; BERT: kurtosis 2987 to 85, "
     "perplexity equal; a trained sink token ends at kurtosis 22, lower still (paper)",
     source="Value-State Gated Attention, arXiv 2510.09017 (2025)", metrics=(*SINKS, "massive_activations"),
     shows={"metric": "massive_activations", "site": "stream"},
@@ -127,11 +127,11 @@ def a_value_gate_removes_outliers(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="where vanilla has sinks, training raises the gradient that gathers at its first position; scaled values, which let less "
-    "gradient through, leave sinks in most seeds and lower that gradient and the first state's norm beside the others'",
+    "gradient through, leave sinks in most seeds; they lower that gradient and the first state's norm relative to the others'",
     refutes="either is higher",
     scale="a vanilla model that has sinks, five seeds; the ratio depends on the number of documents, equal here",
-    published="median ratio 14.8 to 7.3 at .1B and 9.0 to 6.3 at .3B, sinks kept, norms of the first token fallen, perplexity 22.84 and "
-    "22.83; Lambada and one retrieval worse (paper)",
+    published="median ratio 14.8 to 7.3 at 0.1B and 9.0 to 6.3 at 0.3B; the sinks remain and the norms of the first token fall; "
+    "perplexity 22.84 and 22.83; Lambada and one retrieval worse (paper)",
     source=GRADIENT_SINKS, metrics=(*SINKS, "gradient_sink", "hidden_peak"), models=("transformer", "value_scale"), steps="ends",
     shows={"metric": "gradient_sink"},
 )  # fmt: skip
@@ -156,16 +156,16 @@ def sinks_gather_gradients_that_spikes_answer(evidence: Evidence) -> Verdict:
 
 @claim(
     supports="where vanilla has sinks, every other placement of the norms that is here (sandwich, output norm with normed queries and "
-    "keys, DyT) keeps them in most seeds, and the largest entry of the stream over the median one is lower",
+    "keys, DyT) keeps them in most seeds. The largest entry of the stream over the median one is lower",
     refutes="it is higher with one of them",
     scale="a vanilla model that has sinks, five seeds",
     published="spike and share of heads with a sink, 7B: 3818 and 46.0 % (base), 520 and 44.7 (sandwich), 92 and 42.0 (output norm), "
-    "153 and 61.0 (DyT) (arXiv 2603.05498); against it: without what the first layer's MLP writes at the first token trained models have "
-    "no sinks (arXiv 2510.06477)",
+    "153 and 61.0 (DyT) (arXiv 2603.05498). Against it: trained models have no sinks without the output of the first layer's MLP at the "
+    "first token (arXiv 2510.06477)",
     source="arXiv 2603.05498 (2026)", metrics=(*SINKS, "massive_activations"), shows={"metric": "massive_activations", "site": "stream"},
 )  # fmt: skip
 def norms_remove_spikes_and_leave_sinks(evidence: Evidence) -> Verdict:
-    """Massive activations come of where the norms stand, attention sinks do not: the one can go without the other."""
+    """Massive activations depend on the placement of the norms, attention sinks do not: norms can remove spikes and leave sinks."""
     return _beside_sinks(
         evidence, NORMS, _outliers, "ln of the largest over the median entry, minus vanilla's", keep=True
     )

@@ -16,8 +16,9 @@ PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"
 
 
 @claim(
-    supports="on random tokens repeated once the copy loss falls below half of its start earlier with value paths than in vanilla, at "
-    "every learning rate, and earlier than with halved values alone and with a key residual, which is not ahead of vanilla",
+    supports="on random tokens repeated once, the copy loss falls below half of its start earlier with value paths than in vanilla, at "
+    "every learning rate; it also falls earlier than with halved values alone and with a key residual; the key residual is not ahead of "
+    "vanilla",
     refutes="a value path is later than vanilla at some rate, or the key residual earlier",
     scale="2 to 4 layers, minutes on a CPU, three seeds",
     published="none known; measured by this project for 2 and 4 layers at three rates: SVFormer before ResFormer before vanilla before "

@@ -26,12 +26,12 @@ LARGER = 0.02  # share of more parameters, from which on a lower loss may be the
 
 
 @claim(
-    supports="the mean difference of validation loss over seeds is below 0 beyond its interval, in most domains, and so is the "
-    "difference to the control whose own values are halved without the first layer's",
+    supports="the mean difference of validation loss over seeds is below 0 beyond its interval, in most domains. The same holds for the "
+    "difference from the control that halves its own values and adds nothing of the first layer's",
     refutes="it is above 0, or its sign flips once the baseline has its own best learning rate",
     scale="any size, three seeds, 10 training tokens per parameter; the effect is about 0.03 nats, 1 %",
     published="-0.0272, -0.0323 and -0.0269 nats at 82M, 180M and 468M, better in 7 of 7 domains, one seed (the paper's table); by others: "
-    "-.0151 bits per byte after 1,000 steps (parameter-golf); one of 18 modifications of 20 that stay within noise, z = .81 "
+    "-0.0151 bits per byte after 1,000 steps (parameter-golf); one of 18 modifications of 20 that stay within noise, z = 0.81 "
     "(arXiv 2605.20798)",
     source=PAPER, metrics=("loss",), steps="last", shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
@@ -77,12 +77,12 @@ class Tuning:
         if self.rates < RATES:
             return "one learning rate, tuned for neither"
         on = f", chosen on seed {listed(list(map(str, self.seeds)))}, which is not reported" if self.seeds else ""
-        edge = f"; that of {listed(self.edges)} is the smallest or the largest tried" if self.edges else ""
+        edge = f"; the best rate of {listed(self.edges)} is the smallest or the largest tried" if self.edges else ""
         return f"each at its best of {self.rates} learning rates{on}{edge}"
 
 
 def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, Tuning]:
-    """Return runs of each model at its best learning rate, and how the rates were chosen.
+    """Return every model's runs at its best learning rate, and how the rates were chosen.
 
     The best rate has the lowest mean loss, among rates that all models share. If some seeds have all rates of all models, and three others
     have the best ones, the first seeds choose and the others are compared. With fewer than `RATES` shared rates, runs of equal rates or of
@@ -201,7 +201,7 @@ def _same_documents(pair: Evidence, model: str) -> str:
 
 
 def _by_size(evidence: Evidence, model: str, size: str, baseline: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Tables (method, baseline) of size and loss, each model at its best learning rate of those that both have at a size."""
+    """Tables (method, baseline) of size and loss, each model at its best learning rate among the rates that both have at a size."""
     losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
     losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
     losses = losses[losses["model"].isin([model, baseline])]
@@ -248,8 +248,8 @@ def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
     "every form of the curve",
     refutes="the gap is below 0 in some form; an interval around 0 leaves it open",
     scale="below 82M only as a demonstration of the method; the published share cannot be checked small",
-    published="10.4 % (paper, third version), 13.3 % (fourth, reported by others), 16.1 % (fifth); our own reading of the printed table "
-    "gives 11.2 to 13.2 %, by the form of the curve",
+    published="10.4 % (paper, third version), 13.3 % (fourth, reported by others), 16.1 % (fifth). Our own reading of the printed table "
+    "gives 11.2 to 13.2 %, depending on the form of the curve",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def fewer_parameters(evidence: Evidence) -> Verdict:
@@ -268,7 +268,7 @@ def fewer_parameters(evidence: Evidence) -> Verdict:
     supports="the horizontal gap between the two curves of loss over training tokens is above 0 with its interval over seeds, in "
     "every form of the curve",
     refutes="the gap is below 0 in some form; an interval around 0 leaves it open",
-    scale="small models will do, if each length is a run of its own with its own schedule, or the learning rate is constant",
+    scale="small models suffice if each length is a separate run with a separate schedule, or the learning rate is constant",
     published="13.6 % (paper, third version), 15.4 % (fourth, reported by others), 20.3 % (fifth)",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
@@ -314,7 +314,7 @@ def same_cost(evidence: Evidence) -> Verdict:
     equal = ratio == 1 and added <= (2 * pair.runs["n_layers"].max() if "learnable" in model else 0)
     sentence = (
         f"{model_name(model)}: {added:+.0f} parameters, {ratio:.3f} of the Transformer's cache, a step takes {slower.value:+.1%} "
-        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seeds{seeds_note(slower)}, as training noted it (the most is "
+        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seeds{seeds_note(slower)}, by the telemetry of training (allowed: "
         f"{SLOWER:.0%})."
     )
     shown = {"change of the step time": slower}
@@ -324,9 +324,9 @@ def same_cost(evidence: Evidence) -> Verdict:
 @claim(
     supports="the order of validation losses is ResFormer below NeuTRENO and below DenseFormer, beyond the intervals",
     refutes="either ends lower than ResFormer",
-    scale="8 layers, three seeds; DenseFormer's dilation and period must be told",
-    published="ranked first at 82M (paper's figure and text); numbers reported by others, NeuTRENO about -1.2 % and DenseFormer about "
-    "-1.6 % against the baseline, would put DenseFormer ahead: the two conflict",
+    scale="8 layers, three seeds; DenseFormer's dilation and period must be stated",
+    published="ranked first at 82M (paper's figure and text). Numbers reported by others conflict with this: NeuTRENO about -1.2 % and "
+    "DenseFormer about -1.6 % against the baseline would put DenseFormer ahead",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def ahead_of_relatives(evidence: Evidence) -> Verdict:

@@ -10,12 +10,12 @@ from workbench.claims.wording import RATES, model_name, numbers, seeds_note
 
 
 @claim(
-    supports="the value residual wins at each of three learning rates and at each model's best; neither a vanilla model whose first "
-    "layer, or first W_V, learns faster nor one whose later values are halved catches up",
+    supports="the value residual wins at each of three learning rates and at each model's best; no vanilla model whose first layer, or "
+    "first W_V, learns faster catches up; nor does a model whose later values are halved",
     refutes="vanilla ends lower: at one of the rates, tuned, or with a faster first layer",
     scale="8 layers, three seeds, three rates for each architecture",
-    published="a figure over learning rates (paper, its caption); the gradient of the first W_V rises and that of the first W_O falls "
-    "(reported by others)",
+    published="a figure over learning rates (paper, its caption); the gradient of the first W_V rises and the gradient of the first W_O "
+    "falls (reported by others)",
     source=PAPER, metrics=("gradient_norm",), models=("transformer", *RESFORMERS), shows={"metric": "gradient_norm", "part": "W_V"},
     final_loss=True,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where does the residual belong: which tensor, which source, which layers, which weight?"""
+"""Which tensor, source, layers and weight does the residual need?"""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WEIGHTS = 4  # of lambda, before a sweep says anything of its optimum
 
 
 @claim(
-    supports="the value residual ends lower than vanilla, than residuals of queries, keys, attention and hidden state, and than the "
-    "control whose own values are halved without the first layer's",
+    supports="the value residual ends lower than vanilla, and than residuals of queries, keys, attention and hidden state. It also ends "
+    "lower than the control that halves its own values and adds nothing of the first layer's",
     refutes="any of the four ends lower than the value residual",
     scale="8 layers, three seeds",
     published="82M, average validation loss: vanilla 2.739, values 2.712, queries 2.742, keys 2.746, attention 2.757, hidden state "
-    "2.781 (reported by others); the paper's third version shows the curves of values, keys and queries only",
+    "2.781 (reported by others). The paper's third version shows the curves of values, keys and queries only",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def value_path_is_the_place(evidence: Evidence) -> Verdict:
@@ -36,9 +36,9 @@ def value_path_is_the_place(evidence: Evidence) -> Verdict:
     intervals = group.differences(losses, model, ("transformer", *CONTROLS))
     scaled, told = beside_scaled(group, losses, model)
     missing = [model_name(name) for name in CONTROLS if name not in group.models]
-    from_each = numbers({model_name(name): i for name, i in intervals.items()}, ", ")
+    from_each = numbers({model_name(name): i for name, i in intervals.items()})
     untrained = f"; not trained: {', '.join(missing)}" if missing else ""
-    sentence = f"Loss of {model_name(model)} minus that of {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
+    sentence = f"Loss of {model_name(model)} minus the loss of: {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
     return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled)
 
 
@@ -51,14 +51,14 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
 
 
 @claim(
-    supports="values of layer 1 beat those of layers 2, 3 and later as the source",
+    supports="values of layer 1 beat values of layers 2, 3 and later as the source",
     refutes="a later source ends lower",
     scale="8 layers, three seeds",
     published="stated with the first version's figure (paper); with layer 1's skip cut, layer 2 starts to help (reported by others)",
     source=PAPER, metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
-    """The first layer's values are the right source; those of a later layer help less."""
+    """The first layer's values are the right source; a later layer's values help less."""
     text = evidence.of_task("text")
     later = _with_options(text, "source_layer").query("chosen > 0")
     if later.empty:
@@ -168,21 +168,21 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     }
     note = seeds_note(intervals[f"lambda {near[1]:g}"])
     sentence = (
-        f"Loss minus the Transformer's: {numbers(intervals, ', ')} nats; of that nearest to {BEST_LAMBDA:g} minus the ends of the grid: "
-        f"{numbers(apart, ', ')}{note}."
+        f"Loss minus the Transformer's: {numbers(intervals)} nats; the weight nearest to {BEST_LAMBDA:g} minus the ends of the grid: "
+        f"{numbers(apart)}{note}."
     )
     return judged({**intervals, **apart}, -1, sentence, "nats", doubt=len(apart) < len(ends))
 
 
 @claim(
-    supports="SATFormer, whose share of the first layer's values is a gate of each token, ends lower than every fixed or learned "
-    "constant share that is here",
+    supports="SATFormer, which gates its share of the first layer's values by token, ends lower than every fixed or learned constant "
+    "share that is here",
     refutes="a constant share ends lower",
-    scale="any size; the retrieval that it is said to gain most in is not measured here",
+    scale="any size; retrieval, its largest published gain, is not measured here",
     published="below ResFormer from 130M to 1.3B, 1.5 points of retrieval, 1.75 to 1.82 times the throughput of hyper-connections and of "
     "MUDD (its own paper only)",
     source="SATFormer, arXiv 2605.03953 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def reuse_by_token_beats_constant_reuse(evidence: Evidence) -> Verdict:
-    """How much of the first layer's values a layer reuses is better decided token by token."""
+    """The share of the first layer's values that a layer reuses is better decided token by token."""
     return ends_lower(evidence, "satformer", RESFORMERS)

@@ -23,13 +23,13 @@ SCALED = "values_scaled"
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim: the function that judges it, what it needs, and what is published.
+    """A claim: the function that judges it, its metrics and models, and the published numbers.
 
     Args:
         metrics: Metrics that are measured for it.
         models: Architectures whose runs need them; all if empty.
         steps: Checkpoints that need them.
-        shows: What its figure shows.
+        shows: Metric and axes of its figure.
         final_loss: Whether its runs must meet the conditions of `budget`.
     """
 

@@ -1,4 +1,4 @@
-"""What does SVFormer's half cache cost, and is sharing values the cheapest way to it?"""
+"""Does SVFormer's half cache raise the loss, and is sharing values the cheapest way to it?"""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EARLY = 1 / 3  # of the steps, in which a lead counts as at first
 
 
 @claim(
-    supports="the cache is measured at (L + 1) / (2 L) of the decoder's, and the loss penalty is below that of other ways to the same "
-    "cache; a loss below the decoder's is no penalty and leaves the claim open",
+    supports="the cache is measured at (L + 1) / (2 L) of the decoder's; the loss penalty is below the penalty of other ways to the "
+    "same cache; a loss below the decoder's is no penalty and leaves the claim open",
     refutes="other ways to the same cache end lower",
     scale="the cache at any size; the penalty needs the trend over sizes",
-    published="needs 12.2 % more parameters for equal loss (paper); a reviewer of the first version notes that it wins at 2M parameters "
+    published="needs 12.2 % more parameters for equal loss (paper). A reviewer of the first version notes that it wins at 2M parameters "
     "only and loses from 82M on (reported by others), so tiny models flatter it",
     source=PAPER, metrics=("cache_bytes", "loss"), models=("transformer", "svformer", *SAME_CACHE), shows={"metric": "cache_bytes"},
     final_loss=True,
@@ -56,8 +56,8 @@ def _minus_each(intervals: dict[str, Interval], *, notes: bool = False) -> str:
 
 
 @claim(
-    supports="the smoothed relative loss is below 0 early and above 0 later; the crossing comes later with longer sequences, of which "
-    "two lengths or more are needed",
+    supports="the smoothed relative loss is below 0 early and above 0 later. The crossing comes later with longer sequences; two "
+    "lengths or more are needed",
     refutes="it is behind at first, or the crossing comes earlier with longer sequences",
     scale="cheap and robust from 2M to 82M; the exponential law of the crossing is not checkable small",
     published="crossing after about 5,000 to 30,000 steps for 512 to 32,000 tokens, 64,000 extrapolated, claimed exponential; lower "
@@ -171,5 +171,5 @@ def sharing_values_hurts_least(evidence: Evidence) -> Verdict:
     source="SkipV1Former, arXiv 2510.16807 (2025)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def half_of_the_heads_can_share_the_first_values(evidence: Evidence) -> Verdict:
-    """When half of the heads read the first layer's values the loss falls, and a quarter of the cache is saved."""
+    """With half of the heads on the first layer's values the loss falls, and a quarter of the cache is saved."""
     return ends_lower(evidence, "skip_v1", "transformer")

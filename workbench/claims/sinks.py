@@ -48,8 +48,8 @@ def need_sinks(evidence: Evidence) -> str:
     formed = int(sunk.sum())
     if formed <= len(heads) / 2:
         why = (
-            f"No sink formed in the vanilla model: its strongest head gives the first token {heads.max():.1%} of its attention"
-            f"{uniform}; a sink here means more than {SINK_MASS:.0%} in most seeds. So nothing can vanish."
+            f"No sink formed in the vanilla model. Its strongest head gives the first token {heads.max():.1%} of its attention"
+            f"{uniform}. A sink here means more than {SINK_MASS:.0%} in most seeds. So nothing can vanish."
         )
         raise InsufficientEvidence(why, "gated")
     if len(heads) < SINK_SEEDS:
@@ -96,7 +96,7 @@ def _kinds(evidence: Evidence, models: Sequence[str]) -> tuple[str, pd.DataFrame
         parts.append(f"{model_name(model)} {writing} of {heads} heads (mean of {seeds} seed{'s' * (seeds > 1)})")
     if not parts:
         return "", pd.DataFrame()
-    return f" Sinks by what they write: {'; '.join(parts)}.", pd.concat(tables, ignore_index=True)
+    return f" Sinks by their output: {'; '.join(parts)}.", pd.concat(tables, ignore_index=True)
 
 
 def gated(
@@ -119,21 +119,21 @@ def gated(
 def logarithms(evidence: Evidence, metric: str, model: str, *, step: str = "last", **axes: Any) -> pd.DataFrame:
     """Return natural logarithms of a ratio's records for the Transformer and a model, in all layers after the first.
 
-    The layers are fixed and the sign is preserved. A layer selected on the same runs, or a distance from 0 of each run, would favour the
-    model with the wider spread.
+    The layers are fixed and the sign is preserved. A layer selected on the same runs, or the distance of single runs from 0, would favour
+    the model with the wider spread.
     """
     rows = evidence.of_models(["transformer", model]).rows(metric, step=step, **axes)  # of other models it may be 0
     return rows[rows["layer"] > 0].assign(value=lambda r: np.log(r["value"].astype(float)))
 
 
 @claim(
-    supports="over the layers after the first, attention to the first token and its state's norm beside others' are lower than "
-    "vanilla's, and its value's norm beside others' is higher",
+    supports="over the layers after the first, attention to the first token is lower than vanilla's; its state's norm relative to "
+    "others' is lower than vanilla's; its value's norm relative to others' is higher than vanilla's",
     refutes="they dissociate: one of the three moves the other way",
     scale="a vanilla model that has sinks, five seeds; another measure for each of the three",
-    published="468M, read off figures: first-token importance 0.4 to 0.5 against at most 0.07 (ResFormer), value norm 0.2 to 0.5 "
-    "against 0.7 to 1.3, hidden norm 2,500 to 3,000 against about 300; others find that changed norms can remove peaks and leave sinks, "
-    "and exact cross-layer attention removes concentration yet keeps drains (paper)",
+    published="468M, read off figures: first-token importance 0.4 to 0.5 against at most 0.07 (ResFormer); value norm 0.2 to 0.5 "
+    "against 0.7 to 1.3; hidden norm 2,500 to 3,000 against about 300; others find that changed norms can remove peaks and leave sinks; "
+    "exact cross-layer attention removes concentration yet keeps drains (paper)",
     source=PAPER, steps="ends", metrics=("sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_importance", "sink_output"),
     shows={"metric": "value_drain", "site": "own_v"},
 )  # fmt: skip
@@ -153,7 +153,7 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
     kinds, heads = _kinds(pair, ("transformer", model))
     try:
         formed, intervals = gated(pair, measured, "share, then natural logarithms")
-    except InsufficientEvidence as reason:  # by what they write there is nothing to decide, but it is measured
+    except InsufficientEvidence as reason:  # the outputs of sinks decide nothing, but are measured
         table = pd.concat([t for t in (reason.verdict.table, heads) if len(t)] or [heads], ignore_index=True)
         raise InsufficientEvidence(f"{reason}{kinds}", reason.verdict.status, table) from None
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
@@ -193,8 +193,8 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="where a task calls for a head that rests, SVFormer's strongest head gives the start token half of its attention at a later "
-    "step than vanilla's, also counted from the step at which each has learned to copy, and in the end it does",
+    supports="on a task that needs a resting head, SVFormer's strongest head gives the start token half of its attention at a later "
+    "step than vanilla's; the same holds counted from the step at which each has learned to copy; at the end of training it gives half",
     refutes="it does so earlier",
     scale="two layers of one head on Bigram-Backcopy, five seeds, checkpoints all along; no sink before the end would be prevention",
     published="none known; the task and its sinks: Guo et al. 2024",
@@ -224,7 +224,7 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
 
 
 def _strongest(pair: Evidence) -> pd.DataFrame:
-    """Sink mass of each run's strongest head at the last step."""
+    """Sink mass of the strongest head at the last step, by run."""
     rows = pair.rows("sink_mass")
     heads = rows.groupby(["run", "seed", "layer", "head"], as_index=False)["value"].mean()
     return heads.loc[heads.groupby("run")["value"].idxmax()].assign(metric="sink_mass")
@@ -259,11 +259,11 @@ def _sink_steps(pair: Evidence, model: str) -> pd.DataFrame:
 
 
 @claim(
-    supports="where a task calls for a head that rests, the strongest head of gated attention gives the start token less of its attention "
-    "at the end than vanilla's does, beyond the interval over seeds, and reaches half in at most half of them",
+    supports="on a task that needs a resting head, gated attention's strongest head gives the start token less attention at the end "
+    "than vanilla's, beyond the interval over seeds. It reaches half in at most half of the seeds",
     refutes="it gives it more",
     scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms",
-    published="share of attention that the first token gets: .467 without and .048 with the gate (paper)",
+    published="share of attention that the first token gets: 0.467 without and 0.048 with the gate (paper)",
     source="Qiu et al. 2025, Gated Attention for Large Language Models", metrics=("sink_mass",), steps="series",
     shows={"metric": "sink_mass"},
 )  # fmt: skip
@@ -280,15 +280,17 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="with all values held at one norm from the first step, the strongest head gives the start token less of its attention at "
-    "the end than with all others' held and the start's free, and with the start's at zero half of it at an earlier step than vanilla's",
+    supports="with all values held at one norm from the first step, the strongest head gives the start token less attention at the end "
+    "than with only the start's norm free. With the start's value at zero it gives half at an earlier step than vanilla's",
     refutes="it gives it more, and half of it later",
     scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms; all arms",
-    published="sink and drain grow together (Guo et al. 2024: sinks, drained values); which of them waits for the other is not held apart",
+    published="sink and drain grow together (Guo et al. 2024: sinks, drained values); which of them waits for the other is not separated",
     source="this project, after Guo et al. 2024", metrics=("sink_mass", "value_drain"), steps="series", shows={"metric": "sink_mass"},
 )  # fmt: skip
 def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
-    """A head rests on the start token because its value is nothing: held as large as all others it draws less, at zero sooner."""
+    """A head rests on the start token because its value is near zero. With a value as large as all others it draws less attention, and
+    with a value of zero it draws it sooner.
+    """
     arms = ("transformer", AT_ZERO, EVEN, UNEVEN)
     pair = evidence.of_task("backcopy").comparable(*arms)
     steps = {name: _sink_steps(pair, name) for name in arms}
@@ -300,8 +302,8 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
         for n, s in steps.items()
     )
     sentence = (
-        f"Step of one half, median: {told}. The strongest head's sink mass at the end with all values of one norm, minus that "
-        f"with all but the start's: {less}{_ratios(pair)}. With the start's value at zero minus the Transformer: {sooner} steps."
+        f"Sink onset (step), median: {told}. Sink mass of the strongest head at the end, all values of one norm minus all "
+        f"but the start's: {less}{_ratios(pair)}. With the start's value at zero minus the Transformer: {sooner} steps."
     )
     intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": "steps"}
     return judged(intervals, -1, sentence, "share", units, min_seeds=SINK_SEEDS)
@@ -313,5 +315,5 @@ def _ratios(pair: Evidence) -> str:
         rows = pair.rows("value_drain", site="own_v")
         ends = {name: pair.known(rows, name).groupby("layer")["value"].mean() for name in (EVEN, UNEVEN)}
         spans = [f"{drain.min():.2f} to {drain.max():.2f}" for drain in ends.values()]
-        return f" (the start's value ends at {spans[0]} of the others' and at {spans[1]})"
+        return f". The start's value ends at {spans[0]} of the others' norm, and at {spans[1]} if its norm is free"
     return ""

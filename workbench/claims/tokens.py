@@ -1,4 +1,4 @@
-"""What happens to the identity of the input token in deep layers?"""
+"""Do deep layers preserve the identity of the input token?"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ REACHED = 0.99  # of a lookup's bits, which a probe must read off the first laye
 
 
 @claim(
-    supports="a linear probe reads more bits of the token off deep hidden states and attention outputs, beyond the same model at random "
-    "init, at equal step and at equal loss",
+    supports="a linear probe reads more bits of the token off deep hidden states and attention outputs. The difference is beyond the "
+    "same model at random init, and holds at equal step and at equal loss",
     refutes="fewer bits",
     scale="any trained size, three seeds; values are left out, where the first layer's are a lookup by construction",
     published="no probe in any version of the paper",
@@ -59,17 +59,17 @@ def _refuse_weak(records: pd.DataFrame) -> None:
 
 
 @claim(
-    supports="in a trained vanilla model the token's identity explains most of the variance of deep own values, more than at init, and "
-    "their mean per token costs a small part of what zero costs; queries and keys need more context",
+    supports="in a trained vanilla model the token's identity explains most of the variance of deep own values, more than at init; "
+    "their mean per token costs a small part of the cost of zero; queries and keys need more context",
     refutes="the token mean keeps less than half of what zero loses",
     scale="any trained size, three seeds; a comparison within one model",
-    published="the last third of the layers can look values up by token at 135M and 780M, adding contextual ones back gives little "
-    "(reported by others: Bank of Values, arXiv 2606.02780); here, exploratory, 4 layers: 96 % kept",
+    published="the last third of the layers can look values up by token at 135M and 780M, and adding contextual ones back gives little "
+    "(reported by others: Bank of Values, arXiv 2606.02780); here, exploratory, 4 layers: the token mean keeps 96 %",
     source="after Bank of Values, arXiv 2606.02780", metrics=("token_identity_share", "value_ablation"), models=("transformer",),
     steps="ends", shows={"metric": "token_identity_share", "site": "own_v"},
 )  # fmt: skip
 def deep_values_need_little_context(evidence: Evidence) -> Verdict:
-    """In a trained vanilla model deep values need little context: the token alone supplies most of what they do."""
+    """In a trained vanilla model deep values need little context: the token alone supplies most of their effect."""
     mine = evidence.of_task("text").comparable("transformer").of_models(["transformer"])
     depth = int(mine.runs["n_layers"].max())
     change = mine.rows("value_ablation", variant=..., site="own_v")
@@ -91,10 +91,10 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     )  # documents say nothing of other trainings
     alike = any(apart[name].sign < 1 for name in list(apart)[:2])
     sentence = (
-        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of what deep values do (1 - its cost over that of "
-        f"zero){few}; the token explains {own.mean():.0%} of the variance of deep own values ({others['values at random init'].mean():.0%} "
-        f"at init), {others['queries'].mean():.0%} of queries, {others['keys'].mean():.0%} of keys"
-        f"{', as much a matter of the token as values, so that nothing sets values apart' if alike else ''}."
+        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of the effect of deep values (1 - its cost over the "
+        f"cost of zero){few}. The token explains {own.mean():.0%} of the variance of deep own values "
+        f"({others['values at random init'].mean():.0%} at init), {others['queries'].mean():.0%} of queries, "
+        f"{others['keys'].mean():.0%} of keys{'. Queries or keys depend on it as much, so nothing sets values apart' if alike else ''}."
     )
     parts, shown = {f"kept beyond {KEPT:.0%}": beyond}, {"kept": kept, "share of values": over_seeds(own)}
     return judged(parts, 1, sentence, "share", also=apart, shown=shown)
@@ -104,8 +104,8 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     supports="with the last third of the layers' values looked up by token, and no projection there, the model ends lower than vanilla",
     refutes="it ends higher",
     scale="any size; tables hold many parameters, so compare at equal layers and width, not at equal parameters",
-    published="bits per byte .722 to .714 at 780M, .854 to .849 (first layer's values there instead of a table) at 135M; downstream score "
-    "and loss do not always agree (paper)",
+    published="bits per byte 0.722 to 0.714 at 780M; 0.854 to 0.849 at 135M (there with the first layer's values instead of a table); "
+    "downstream score and loss do not always agree (paper)",
     source="Bank of Values, arXiv 2606.02780 (2026)", metrics=("loss",), shows={"metric": "validation_loss"}, final_loss=True,
 )  # fmt: skip
 def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
@@ -114,7 +114,7 @@ def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
 
 
 def _kept(change: pd.DataFrame) -> pd.DataFrame:
-    """1 - cost(token mean) / cost(zero) of each run, with its error over documents."""
+    """1 - cost(token mean) / cost(zero) by run, with its error over documents."""
     # one document has no standard error, whose column must be there nevertheless
     wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
     if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):

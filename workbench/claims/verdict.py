@@ -126,7 +126,7 @@ def judged(
 
 
 def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Mapping[Any, str] = NONE) -> pd.DataFrame:
-    """Return named intervals as a table; `others` are units of those that have another one."""
+    """Return named intervals as a table; `others` has the units of intervals with another unit."""
     rows = [
         {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": others.get(name, unit)}
         for name, i in intervals.items()
@@ -156,8 +156,8 @@ def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
     contrary = {"supported", "refuted"} <= set(statuses.values())
     by_setting = "; ".join(f"{name}: {STATUSES[status]}" for name, status in statuses.items())
     sentence = (
-        f"{tested[first].sentence} These are the numbers of {first}; of all {len(tested)} comparable settings, corrected for their "
-        f"number, {'which contradict each other' if contrary else 'one by one'}: {by_setting}."
+        f"{tested[first].sentence} These are the numbers of {first}. The verdicts in all {len(tested)} comparable settings, corrected "
+        f"for their number{', contradict each other' if contrary else ''}: {by_setting}."
     )
     status: Status = "unresolved" if contrary else statuses[first]
     scope = tested[first].scope if status == tested[first].status else ""

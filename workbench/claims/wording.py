@@ -42,7 +42,7 @@ def model_name(model: str) -> str:
 
 
 def setting_of(runs: pd.DataFrame) -> str:
-    """Return what the compared runs have in common in words, with ranges for what differs; empty for no runs."""
+    """Return the common settings of the compared runs in words, with ranges for differing ones; empty for no runs."""
     seeds = runs.groupby("model")["seed"].nunique()
     least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
     many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
@@ -51,14 +51,15 @@ def setting_of(runs: pd.DataFrame) -> str:
     for column, form in WORDS.items():
         values = sorted(runs[column].dropna().unique())
         if values:
-            low, high = form.format(values[0]), form.format(values[-1])
-            parts.append(low if low == high else f"{low} to {high}")
+            before, number, after = form.replace("{", "|{").replace("}", "}|").split("|")
+            low, high = number.format(values[0]), number.format(values[-1])
+            parts.append(f"{before}{low if low == high else f'{low} to {high}'}{after}")
     return ", ".join(parts)
 
 
 def dtypes_of(found: Sequence[str]) -> str:
-    """Return the data types of records in words; empty if unknown."""
-    return f", measured in {listed(found)}" if found else ""
+    """Return the data types that records were measured in, in words; empty if unknown."""
+    return f", in {listed(found)}" if found else ""
 
 
 def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
@@ -80,7 +81,7 @@ def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
 
 
 def scope_of(runs: pd.DataFrame) -> str:
-    """Return the limit of a comparison of losses with fewer than `RATES` learning rates; empty if there is none."""
+    """Return the limit of a comparison of losses with fewer than `RATES` learning rates; empty without a limit."""
     if "rates" in runs and runs["rates"].notna().all():  # each at the best of a sweep of other seeds
         return ""
     rates = int(runs.groupby("model")["lr"].nunique().min()) if len(runs) else RATES

@@ -79,7 +79,7 @@ def _printing() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run a command. An error is one sentence on stderr with exit code 2, or 1 for a fault of ours; Ctrl-C is 130."""
+    """Run a command. An error is one sentence on stderr with exit code 2, or 1 for an internal error; Ctrl-C is 130."""
     from workbench.errors import WorkbenchError
     from workbench.places import refuse_a_namesake
 

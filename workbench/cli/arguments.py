@@ -48,7 +48,7 @@ def show_tracebacks(debug: bool) -> None:
 
 
 def tracebacks_shown() -> bool:
-    """Whether the command runs with `--debug`."""
+    """Return True if the command runs with `--debug`."""
     return _SETTINGS["debug"]
 
 
@@ -58,7 +58,7 @@ _DEBUG = typer.Option("--debug", callback=show_tracebacks, is_eager=True, help="
 
 @contextlib.contextmanager
 def _usage() -> Iterator[None]:
-    """Turn a usage error of the parser into one of ours, which is printed as one sentence."""
+    """Turn a usage error of the parser into a workbench error, which is printed as one sentence."""
     try:
         yield
     except Exception as error:  # the parser's error classes have several homes, one for each version of typer

@@ -28,7 +28,7 @@ HOST, NOTE, START_S = "127.0.0.1", ".app.json", 60.0
 
 @dataclass
 class Server:
-    """A running dashboard. `process` is None if an earlier command started it."""
+    """A running dashboard. `process` is empty (None) if an earlier command started it."""
 
     url: str
     process: subprocess.Popen[bytes] | None

@@ -238,7 +238,7 @@ def ship(
     on: On = None,
     as_json: Json = False,
 ) -> None:
-    """Store a finished study as evidence: its runs without weights, or with those of a few steps.
+    """Store a finished study as evidence: its runs without weights, or with the weights of a few steps.
 
     Everything that the claims need is measured first, because shipped runs are read-only.
     """

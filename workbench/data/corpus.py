@@ -176,7 +176,7 @@ def pieces(text: str) -> list[str]:
 
 
 def _text_files(paths: list[Path]) -> dict[Path, tuple[str, bytes]]:
-    """Return domain and bytes of each file under `paths`, once, without the empty files of folders."""
+    """Return domain and bytes of every file under `paths`, once, without the empty files of folders."""
     contents: dict[Path, tuple[str, bytes]] = {}
     total = 0
     for path in paths:

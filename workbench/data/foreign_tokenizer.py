@@ -57,7 +57,8 @@ class ForeignTokenizer(Tokenizer):
 def as_tokenizer(given: Any, d_vocab: int) -> Any:
     """Return a tokenizer with our interface, from the `tokenizers` library or a fast tokenizer of transformers.
 
-    The given tokenizer is copied, not changed. None stays None. Text is encoded without special tokens, as with our own tokenizers.
+    The given tokenizer is copied, not changed. The value None is returned unchanged. Text is encoded without special tokens, as with our
+    own tokenizers.
 
     Args:
         given: The tokenizer.

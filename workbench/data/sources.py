@@ -1,6 +1,6 @@
 """Data sources: text, synthetic tasks and token files. Training batches are a function of (seed, step) alone.
 
-Measuring reads at most one window of each document.
+Measuring reads at most one window per document.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workbench.files import digest, local, write_json
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequences to measure on: ids [n, T], the document of each, a label and a content hash."""
+    """Sequences to measure on: ids [n, T], the document of every sequence, a label and a content hash."""
 
     ids: Tensor
     documents: Sequence[int]
@@ -145,7 +145,7 @@ class _TokensAlone:
 
     @property
     def tokenizer(self) -> None:
-        """None: the tokens have no text."""
+        """Return None: the tokens have no text."""
         return
 
     @property

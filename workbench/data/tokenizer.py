@@ -203,7 +203,7 @@ def _check_length(length: int) -> None:
 
 
 def byte_of_character() -> dict[str, int]:
-    """Return the byte of each character in the byte-level alphabet of GPT-2."""
+    """Return the byte of every character in the byte-level alphabet of GPT-2."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(others)}

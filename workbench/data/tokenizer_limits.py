@@ -1,6 +1,6 @@
 """Tokenizer backends with bounded time and memory, for any tokenizer.json.
 
-A tokenizer runs in this process if its patterns are those of published tokenizers and its replacements hardly lengthen the text. Any
+A tokenizer runs in this process if its patterns occur in published tokenizers and its replacements hardly lengthen the text. Any
 other tokenizer runs in a worker process with limits (`tokenizer_worker.py`).
 """
 

@@ -101,7 +101,7 @@ def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
 
     ||g_0|| / mean over 1 <= t <= 31 of ||g_t||, g_t = dloss/dh_t summed over the documents before its norm is taken, h what a
     layer's attention reads (after the norm). `query`, `key`, `value`: the part of g_0 through this projection, divided by
-    the same mean. Parts (with those of gates) add up as vectors. The query's part is 0, because the first position sees only
+    the same mean. Parts (and the parts of gates) add up as vectors. The query's part is 0, because the first position sees only
     itself.
     The control is the ratio of sqrt(sum over i >= t of 1 / i^2): the value path under uniform causal attention with
     independent gradients of head outputs. Uniform attention gathers gradients too. Caution: a sum over documents, so compare equal numbers

@@ -129,7 +129,7 @@ def _added(model: Transformer, ids: Tensor, layer: int, whole: Tensor, count: in
 
 
 @intervention(
-    unit="ratio", range=">= 0, 1 = neither grown nor shrunk", reading="higher: what stands in the streams grows on its way past the layers",
+    unit="ratio", range=">= 0, 1 = neither grown nor shrunk", reading="higher: the streams' content grows on its way past the layers",
     source="composite gain of mHC, arXiv 2512.24880 (2025): largest sum of absolute values over a row or a column of the product",
 )  # fmt: skip
 @torch.no_grad()

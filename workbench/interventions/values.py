@@ -86,7 +86,7 @@ def replaced(
 ) -> Iterator[HookedModel]:
     """While open, the vectors of the site of `means` at `layers` are replaced for runs on `tokens` [batch, pos].
 
-    `how`: `token_mean` (the mean of each position's token id), `mean` (the mean over all tokens) or `zero`. Tokens that the
+    `how`: `token_mean` (the mean of the position's token id), `mean` (the mean over all tokens) or `zero`. Tokens that the
     table has never seen keep their own vectors under all three. Raises `UnknownName` for another way or site,
     `WorkbenchError` where no chosen layer has the site.
     """
@@ -131,7 +131,7 @@ def value_ablation(
     training documents. Positions with other ids keep their values under all three replacements, so all three cover the same
     positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies.
     The first layer's own values are a function of the token, so their change under the token mean is exactly 0 up to
-    rounding: a built-in check. Own values are replaced at their projection, hence in every layer that reads them (value
+    rounding: a built-in check. Own values are replaced at their projection, and so in every layer that reads them (value
     residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values in that layer only. Caution:
     zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
     """
@@ -158,7 +158,7 @@ def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) 
 
     `token_mean`, `zero` and `kept` as in `value_ablation`, without its row for each layer. `seen`: the share of positions whose
     id the table has a mean for; others keep their values. Caution: the table comes from as many documents as are measured,
-    so rare ids have means of one or two vectors. They cost more than those of `value_ablation`'s 65,536 tokens: `kept` is low.
+    so rare ids have means of one or two vectors. They cost more than the means of `value_ablation`'s 65,536 tokens: `kept` is low.
     """
     training = _training(data, "deep_value_ablation", len(sample.ids), sample)
     batches = batches_of(model, sample, batch)

@@ -3,7 +3,7 @@
     A = softmax(scale q k^T + causal mask),   z = A v
 
 or, with a null logit b_h per head, A_ij = e^{s_ij} / (sum_j e^{s_ij} + e^{b_h}): one more column of the softmax, which is no
-key, gets a share of each row. Every fast kernel must equal this reference. Memory grows with the square of the length.
+key, gets a share of every row. Every fast kernel must equal this reference. Memory grows with the square of the length.
 """
 
 from __future__ import annotations

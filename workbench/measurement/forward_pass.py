@@ -52,7 +52,7 @@ class Reduction:
     rows_read: Counter[Any] = field(default_factory=Counter)  # layer -> sequences
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
-        """Return the hook point of each activation the metric reads at a layer; empty if the model lacks one."""
+        """Return the hook points of the activations that the metric reads at a layer; empty if the model lacks one."""
         aliases = [a for a in self.metric.reads(self.site) if a not in WHOLE]
         points = {alias: _hook_of(alias, layer, model) for alias in aliases}
         if (layer is None) is any(ACTIVATIONS[a].per_layer for a in aliases):
@@ -70,7 +70,7 @@ class Reduction:
         return set(self.metric.reads(self.site)) <= set(WHOLE)
 
     def feed(self, layer: Any, inputs: Mapping[str, Tensor], rows: range, segments: Segments | None = None) -> None:
-        """Reduce one batch: `inputs` by name, `rows` the index of each sequence in the sample.
+        """Reduce one batch: `inputs` by name, `rows` the indices of its sequences in the sample.
 
         With `segments`, each document is reduced separately and without padding. A row's value is the mean over its documents,
         weighted by their tokens.
@@ -192,7 +192,7 @@ def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
 
 
 def _weights_of(layer: Any, model: Transformer) -> dict[str, Tensor]:
-    """Return those of `LAYER_WEIGHTS` that the model has at this layer."""
+    """Return the entries of `LAYER_WEIGHTS` that the model has at this layer."""
     if layer is None or layer in (model.config.n_layers, "final") or not hasattr(model, "blocks"):
         return {}
     attn = getattr(model.blocks[layer], "attn", None)

@@ -74,7 +74,7 @@ def measure(
         device: Device of loaded models.
         progress: Called with (done, total, description).
         sites: Sites per metric, to save the memory of its other sites.
-        workers: 1 measures in this process; otherwise each step of each run is a job, see `workbench.jobs.running.run_jobs`.
+        workers: 1 measures in this process; otherwise every step of every run is a job, see `workbench.jobs.running.run_jobs`.
 
     Returns:
         Records, which for runs are stored under `<run>/records`.
@@ -159,7 +159,7 @@ def _by_jobs(
     progress: Progress | None,
     how: Callable[..., Any],
 ) -> pd.DataFrame:
-    """Measure each step of each run in a separate job, and return the rows in order."""
+    """Measure every step of every run in a separate job, and return the rows in order."""
     opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
     jobs = [
         Job(f"{run.path} step {step}", partial(how, run, metrics, data, steps=[step]))

@@ -39,7 +39,7 @@ Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per documen
 
 @dataclass
 class Subject:
-    """One set of weights: a run at a step, or a model in memory (`run` is None)."""
+    """One set of weights: a run at a step, or a model in memory (then `run` has the value None)."""
 
     run: Run | None = None
     step: int = 0

@@ -133,7 +133,7 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 def row_entropy(
     row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False
 ) -> Float[Tensor, "batch head"]:
-    """Mean over queries of the entropy of each head's attention row.
+    """Mean over queries of the entropy of an attention row, for every head.
 
     H_i = -sum_j A_ij ln A_ij, attention to no token counted as one key. `normalised`: mean over i >= 2 of H_i / ln i.
     Caution: the mean of exp(H) is not exp of the mean.
@@ -182,7 +182,7 @@ def top_importance(
 
 @metric(
     unit="ratio", range=">= 0, 1 = uniform causal", reading="higher: attended more than its position explains", min_length=2,
-    source="column sums over those of uniform causal attention", controls={"uniform_causal": lambda T: 1.0},
+    source="column sums over the column sums of uniform causal attention", controls={"uniform_causal": lambda T: 1.0},
 )  # fmt: skip
 def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
     """Attention that each position receives, divided by its value under uniform causal attention; heads averaged.
@@ -200,7 +200,7 @@ def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "
 def value_weighted_importance(
     received: Float[Tensor, "batch head pos"], v: Float[Tensor, "batch pos kv_head d_head"]
 ) -> Float[Tensor, "batch pos"]:
-    """Share of each position in received attention times the value's 1-norm, summed over heads.
+    """Share of a position in received attention times the value's 1-norm, summed over heads.
 
     c_j ||v_j||_1 / sum_j c_j ||v_j||_1. A sink with a small value counts little here and much in token importance.
     Caution: the norm is taken before W_O; `norm_weighted_importance` takes it after.
@@ -224,7 +224,7 @@ def norm_weighted_importance(
     per_head: bool = False,
     even: bool = False,
 ) -> Float[Tensor, "batch pos *heads"]:
-    """Share of each position in received attention times the norm of its value through W_O.
+    """Share of a position in received attention times the norm of its value through W_O.
 
     sum over queries i and heads of ||A_ij v_j W_O|| = sum over heads of c_j ||v_j W_O||, divided by its sum over j.
     `per_head`: one share per head. `even_attention`: even attention to the same values, so that a difference comes from the

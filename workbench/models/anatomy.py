@@ -45,7 +45,7 @@ class Ending:
 
     @property
     def constant(self) -> Tensor | None:
-        """The constant part of the logits [d_vocab], None if there is none."""
+        """The constant part of the logits [d_vocab], None without one."""
         if self.shift is None:
             return self.bias
         return self.head @ self.shift if self.bias is None else self.head @ self.shift + self.bias

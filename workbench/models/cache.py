@@ -53,7 +53,7 @@ class KeyValueCache:
     def extend(
         self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False, own_heads: int = 0
     ) -> Tensor:
-        """Add new keys or values of a layer and return those of all positions [batch, pos, kv_head, d_head].
+        """Add new keys or values of a layer and return the keys or values of all positions [batch, pos, kv_head, d_head].
 
         With `shared` the tensor, or its heads from `own_heads` on, equals that of the layer `source`, so nothing is stored. After a
         hook changes a shared tensor, the layer gets a separate entry with the source's past.

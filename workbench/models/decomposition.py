@@ -79,7 +79,7 @@ def decompose(
             gain, with a frozen scale), or `logits`.
         by: `layer` (`embed`, `0_attn_out`, `0_mlp_out`, ...), `head` (`L0H3` for attention outputs) or `value_path` (`L1H0.own`,
             `L1H0.first`, `L2H0.source.1`, `L2H0.table`, `L1H0.cross`).
-        tokens: The tokens of the logits: ids [], [batch] or [batch, pos], or a text of one token. None: the full vocabulary.
+        tokens: The tokens of the logits: ids [], [batch] or [batch, pos], or a text of one token. Default: the full vocabulary.
         against: Tokens whose logits are subtracted.
         pos: Positions to return, as `pos_slice` of `run_with_cache`.
         anatomy: The result of `anatomy_of(model)`, if it is there already.

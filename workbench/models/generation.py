@@ -2,7 +2,7 @@
 
     p = softmax(logits / temperature), of the `top_k` largest, then of the smallest set whose mass reaches `top_p`
 
-The filters and their order are those of transformers. Each row of a batch draws one number in [0, 1) per token from its
+The filters and their order match transformers. Each row of a batch draws one number in [0, 1) per token from its
 own generator and takes the token at which the cumulative p exceeds it. The tokens of a row depend only on the seed
 and the row's index, not on the cache, the device or the other rows (up to rounding of the logits).
 """
@@ -130,7 +130,7 @@ class Step:
 class Generated:
     """Prompt and continuation [batch, pos]; rows that ended early are padded with the end id or their last token.
 
-    `lengths` counts the tokens of each row with its stop. `ended` says whether a row ended by a `stop` or at the requested
+    `lengths` counts the tokens of every row with its stop. `ended` says whether a row ended by a `stop` or at the requested
     `length`. `texts` are prompt and continuation before the stop, for text prompts.
     """
 

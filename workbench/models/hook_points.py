@@ -3,7 +3,7 @@
 Calling a module costs as much as a small operation. `HookedModule.run_hook` therefore calls a hook point only if the model's
 `HookState` is enabled and the point has hooks.
 
-Names, arguments and behaviour are those of TransformerLens' `HookPoint` and `HookedRootModule`. They are implemented here because
+Names, arguments and behaviour match TransformerLens' `HookPoint` and `HookedRootModule`. They are implemented here because
 importing TransformerLens takes longer than importing PyTorch.
 """
 
@@ -142,7 +142,7 @@ class HookPoint(nn.Module):
         return any(_matches(h, including_permanent, level) for handles in self._handles(dir) for h in handles)
 
     def remove_hooks(self, dir: Direction = "fwd", including_permanent: bool = False, level: int | None = None) -> None:  # noqa: A002
-        """Remove hooks of a direction, or only those of one `hooks` context."""
+        """Remove hooks of a direction, or only the hooks of one `hooks` context."""
         for handles in self._handles(dir):
             for handle in [h for h in handles if _matches(h, including_permanent, level)]:
                 handle.hook.remove()
@@ -285,7 +285,7 @@ class HookedRoot(nn.Module):
     def reset_hooks(
         self, clear_contexts: bool = True, direction: Direction = "both", including_permanent: bool = False, level: int | None = None
     ) -> None:  # fmt: skip
-        """Remove hooks everywhere, or only those of one `hooks` context, and empty the points' contexts."""
+        """Remove hooks everywhere, or only the hooks of one `hooks` context, and empty the points' contexts."""
         for point in self.hook_points():
             if clear_contexts:
                 point.clear_context()

@@ -112,7 +112,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         raise NotImplementedError
 
     def losses(self, tokens: Tensor) -> Tensor | None:
-        """Return the loss of each next token [batch, pos - 1] from chunks of logits; None if chunks have no advantage."""
+        """Return the loss of every next token [batch, pos - 1] from chunks of logits; None if chunks have no advantage."""
         return None
 
     @property
@@ -134,7 +134,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embed.weight.device
 
     @property

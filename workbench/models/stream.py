@@ -38,7 +38,7 @@ def output_name(sublayer: int) -> str:
 
 
 class Stream:
-    """The ordinary residual stream. A model has one; its blocks ask it for the input of each sublayer."""
+    """The ordinary residual stream. A model has one; its blocks ask it for the input of every sublayer."""
 
     is_plain = True
     """Whether a block's input is the complete state that the model passes on."""

@@ -68,7 +68,7 @@ class MLP(HookedModule):
 
 
 class Block(HookedModule):
-    """Attention and MLP, each after a norm; the model's stream gives the input of each."""
+    """Attention and MLP, each after a norm; the model's stream gives both inputs."""
 
     hook_out_is_single_residual_stream = True  # for TransformerLens' logit lens
 
@@ -140,7 +140,7 @@ class Transformer(HookedModel):
         return self.unembed(self.normalised(tokens, cache))
 
     def losses(self, tokens: Tensor) -> Tensor | None:
-        """Compute the loss of each next token from chunks of logits; return None for few logits or a hooked head."""
+        """Compute the loss of every next token from chunks of logits; return None for few logits or a hooked head."""
         head, logits = self.unembed, len(tokens) * (tokens.shape[1] - 1) * self.config.d_vocab
         if logits < MIN_LOGITS or type(head) is not Unembed or any(getattr(head, hooks) for hooks in HOOKS):
             return None
@@ -166,7 +166,7 @@ class Transformer(HookedModel):
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None
     ) -> dict[str, Weight]:
-        """Return the coefficients of the embedding and of each earlier output in a block's input.
+        """Return the coefficients of the embedding and of all earlier outputs in a block's input.
 
         Without averages and cut skips all coefficients are 1.
 

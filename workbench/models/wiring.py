@@ -30,7 +30,7 @@ class ProjectionWiring:
 
     @property
     def projects(self) -> bool:
-        """Whether the layer projects all or some of its heads itself."""
+        """True if the layer projects all or some of its heads itself."""
         return self.shared_source is None or self.own_heads > 0
 
 

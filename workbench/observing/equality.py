@@ -57,7 +57,7 @@ def equal(a: Any, b: Any, tokens: Any, *, tolerance: float | None = None) -> Com
         a: Model, or a `torch.nn.Module`, which is observed first.
         b: The other one.
         tokens: Ids [batch, pos].
-        tolerance: Largest relative difference of equal models; 0 for bitwise equality. By default that of rounding (1e-4 in float32).
+        tolerance: Largest relative difference of equal models; 0 for bitwise equality. The default allows rounding (1e-4 in float32).
 
     Raises:
         WorkbenchError: The models have different numbers of layers.

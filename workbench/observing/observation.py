@@ -45,13 +45,13 @@ def observe(
 
     Args:
         module: A decoder that `module(ids)` runs; DistributedDataParallel and compiled modules are unwrapped.
-        example_tokens: Ids [batch, pos] (or [pos]) of at least 8 positions and 4 different ids, of the kind that will be measured:
-            real text or random ids, so that no two tensors agree by chance. A tokenizer's output without padding is accepted, and
+        example_tokens: Ids [batch, pos] (or [pos]) of at least 8 positions and 4 different ids: real text or random ids, of the
+            kind that will be measured. Then no two tensors agree by chance. A tokenizer's output without padding is accepted, and
             text if there is a `tokenizer`. They are cut if another axis of the module is as long.
         call: `call(module, ids)` if the module needs more than ids, for example masks.
         blocks: Name, or names, of the stack of blocks to observe if the module has several.
-        tokenizer: For text: one of ours, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
-        quiet: Whether to leave out the printed summary.
+        tokenizer: For text: a workbench tokenizer, a `tokenizers.Tokenizer`, or a fast tokenizer of transformers. It is copied.
+        quiet: If true, no summary is printed.
 
     Returns:
         The module with our hook points.
@@ -206,7 +206,7 @@ def _with_matrices_told_apart(
 ) -> tuple[DecoderStructure, list[ValuePath]]:
     """Recognise a module without merging matrices or heads that are equal now (zeros, copies) and may differ after training.
 
-    A second run adds noise to the output of each matrix.
+    A second run adds noise to the output of every matrix.
     """
     structure, paths = recognize(module, None)
     repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)

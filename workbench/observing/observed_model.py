@@ -106,7 +106,7 @@ class Observed(HookedModel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its weights are sharded over processes, which must all make the same runs."""
+        """True if its weights are sharded over processes, which must all make the same runs."""
         return any(is_sharded(p) for p in self.foreign.parameters())
 
     def is_read_only(self, name: str) -> bool:
@@ -329,7 +329,7 @@ class Observed(HookedModel):
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
+        """True if the module is in training mode."""
         return bool(self.foreign is not None and self.foreign.training)
 
     @training.setter
@@ -385,7 +385,7 @@ class Observed(HookedModel):
         return self.foreign.parameters(recurse)
 
     def value_paths(self, tokens: Any = None) -> pd.DataFrame:
-        """Fit the sources of each layer's effective values, and of other mixed tensors, now.
+        """Fit the sources of every layer's effective values, and of other mixed tensors, now.
 
         Columns of the result:
 

@@ -82,7 +82,7 @@ def _montage(found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _places(count: int, cells: int) -> np.ndarray:
-    """Centre of each cell; picture n spans n - 1/2 to n + 1/2 and ends with the gap."""
+    """Centres of the cells; picture n spans n - 1/2 to n + 1/2 and ends with the gap."""
     inside = (np.arange(cells) + 0.5) / cells * (1 - GAP) - 0.5
     return (np.arange(count)[:, None] + np.append(inside, 0.5 - GAP / 2)).ravel()
 

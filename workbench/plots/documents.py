@@ -1,4 +1,4 @@
-"""Figure of single documents: the distance of each from the mean."""
+"""Figure of single documents: their distances from the mean."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str
 
 
 def _slots(groups: dict[str, list[Strand]]) -> list[float]:
-    """Height of each band in its column (pixels)."""
+    """Heights of the bands in their columns (pixels)."""
     strands = [strand for group in groups.values() for strand in group]
     whole = sum(abs(s.size) for s in strands) or 1.0
     return [max(PITCH, abs(s.size) / whole * THICK + 4) for s in strands]

@@ -51,7 +51,7 @@ class AttentionInputs:
     """The softmaxes of each layer."""
 
     def branches(self, layer: int) -> list[str]:
-        """Whose keys a layer sees: `own`, `first`, `cross`, `cross.<layer>`. Raises `UnknownName` for a layer."""
+        """Return the sets of keys that a layer sees: `own`, `first`, `cross`, `cross.<layer>`. Raises `UnknownName` for a layer."""
         return [branch for softmax in self.softmaxes(layer) for branch in softmax.branches]
 
     def softmaxes(self, layer: int) -> list[LayerArrays]:
@@ -109,9 +109,9 @@ def attention_map(
 ) -> Window:  # fmt: skip
     """Attention of some neighbouring queries to some neighbouring keys, pooled where either are more than `most`.
 
-    `mean`: mean over a cell's queries of the mass they send to all its keys, so rows over all keys sum to 1 at every depth
-    of zoom; `max`: the largest weight in a cell. `branch`: to these keys alone (`AttentionInputs.branches`), None for all.
-    Costs O(queries keys width) time; memory is a few times 4 MiB and the cells, or the weights behind a row of cells where
+    The pool `mean` is the mean over a cell's queries of the mass they send to all its keys. Rows over all keys then sum to
+    1 at every depth of zoom. The pool `max` is the largest weight in a cell. `branch`: to these keys alone (`AttentionInputs.branches`),
+    None for all. Costs O(queries keys width) time; memory is a few times 4 MiB and the cells, or the weights behind a row of cells where
     those are more. Raises `UnknownName` for a layer, head, pool or branch, `BadData` for an empty window.
     """
     softmaxes = inputs.softmaxes(layer)

@@ -177,7 +177,7 @@ class _Run:
         return Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
 
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Apply the layer's attention to numbers [T, head, number] of each set of keys; returns [T, head, number]."""
+        """Apply the layer's attention to numbers [T, head, number] by set of keys; returns [T, head, number]."""
         if points.scores[0].endswith("hook_pattern"):
             return torch.einsum("hqk,khn->qhn", wide(tensors[points.scores[0]][0]), values[0])
         recipe = recipes_of(self.model).get(points.layer)

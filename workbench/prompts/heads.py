@@ -3,7 +3,7 @@
     heads = attention_overview(model, ids)
 
 No T x T array is made. If a layer also attends to other layers' keys, received attention is summed over all sets of keys. If
-patterns are mixed, it is that of the mixture.
+patterns are mixed, it is the value of the mixture.
 """
 
 from __future__ import annotations

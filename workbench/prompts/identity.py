@@ -40,10 +40,10 @@ class Identity:
 def token_identity(
     model: HookedModel, prompt: PromptLike, *, sites: Sequence[str] = SITES, positions: slice | None = None
 ) -> Identity:
-    """Return the rank of each position's own token by cosine, among embeddings (streams) or the first layer's values
+    """Return the rank of every position's own token by cosine, among embeddings (streams) or the first layer's values
     (values).
 
-    The measure is that of the experiment `nearest_embedding` and needs no training. Costs one run, one run of the whole
+    The experiment `nearest_embedding` uses the same measure. It needs no training. Costs one run, one run of the whole
     vocabulary for the table of values, and O(pos d_vocab width) in float64 for each layer and site. Select `positions` of
     long prompts. Raises `UnknownName` for another site.
     """

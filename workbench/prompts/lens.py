@@ -50,7 +50,7 @@ def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, position
 
     Costs one run and L + 1 times the head at each position; memory is the streams of the chosen positions and a few positions'
     logits. An observed model does not expose its norm and head, so it runs L + 4 times with each layer's stream patched in
-    as the last one. Memory is that of the logits of all positions. Raises `BadData` for an observed model whose last stream cannot
+    as the last one. Memory holds the logits of all positions. Raises `BadData` for an observed model whose last stream cannot
     be replaced, and `WorkbenchError` where the last row is not the model's prediction, as after a hook changed a stream.
     Source: nostalgebraist 2020. Caution: early layers need not speak the head's language.
     """

@@ -24,12 +24,12 @@ def check_model(model: HookedModel, prompt: PromptLike) -> pd.DataFrame:
     """A row for each check: check, error (relative, largest), holds, meaning.
 
     - `attention rows`: every row of the attention maps sums to 1, with what goes to no token;
-    - `parts of the stream`: embedding, heads and MLPs add up to what the final norm reads;
-    - `value paths`: the own, first and other parts of each head's values do too;
+    - `parts of the stream`: embedding, heads and MLPs add up to the final norm's input;
+    - `value paths`: with heads split into own, first and other values, the sum is the same;
     - `causality`: a changed last token changes no earlier prediction;
     - `repeatability`: a second run gives the same logits.
 
-    A check that does not apply to the model is None, with the reason in `meaning`. A sum that the decomposition refuses
+    A check that does not apply to the model gives None, with the reason in `meaning`. A sum that the decomposition refuses
     fails.
     """
     ids = single_prompt(model, prompt).ids[:, :MAX_TOKENS]

@@ -67,7 +67,7 @@ def by_layer(
 
 
 def streams(model: HookedModel) -> dict[int, str]:
-    """Hook point of each residual stream: 0..L - 1 are inputs of blocks, L is the input of the final norm."""
+    """Hook points of the residual streams: 0..L - 1 are inputs of blocks, L is the input of the final norm."""
     n_layers = model.config.n_layers
     return {n: name for n in range(n_layers + 1) if (name := stream_hook(n, n_layers)) in model.hook_dict}
 

@@ -33,7 +33,7 @@ class SoftmaxArrays:
     keys: list[np.ndarray]
     """Rotated, float32 [T, kv_head, width], of each set of keys."""
     branches: list[str]
-    """Whose keys these are: `own`, `first`, `cross`, `cross.<layer>`."""
+    """Source of the keys: `own`, `first`, `cross`, `cross.<layer>`."""
     lse: np.ndarray
     """Log-sum-exps of the rows, float32 [head, T]."""
     null: np.ndarray | None = None
@@ -54,11 +54,11 @@ class SoftmaxArrays:
 
     @property
     def heads(self) -> int:
-        """How many query heads there are."""
+        """Number of query heads."""
         return len(self.lse)
 
     def weights(self, head: int, rows: slice, columns: slice) -> Iterator[Tensor]:
-        """Return the pattern [query, key] of each set of keys; future keys are 0."""
+        """Return the pattern [query, key] by set of keys; future keys are 0."""
         q, lse = torch.from_numpy(self.queries[None, :, head, None]), torch.from_numpy(self.lse[None, head, None])
         for every in self.keys:
             k = torch.from_numpy(every[None, :, head * every.shape[1] // self.heads, None])
@@ -78,7 +78,7 @@ class PatternArrays:
 
     @property
     def heads(self) -> int:
-        """How many query heads there are."""
+        """Number of query heads."""
         return len(self.pattern)
 
     def weights(self, head: int, rows: slice, columns: slice) -> Iterator[Tensor]:
@@ -109,7 +109,7 @@ def hook_points(layer: int, names: Sequence[str]) -> list[str]:
 
 
 def needed_points(model: HookedModel, names: Sequence[str], T: int) -> dict[int, list[str]]:
-    """What each layer's maps are made from: `names` of ordinary layers, else what the softmaxes read.
+    """Hook points behind every layer's maps: `names` of ordinary layers, else the inputs of the softmaxes.
 
     An observed layer whose rotated queries and keys do not make its pattern gives the pattern in their place. Raises
     `BadData` in words where it does not show that either, or where patterns of T tokens take more than `MOST_BYTES`.

@@ -1,4 +1,4 @@
-"""Sources of each layer's values: projections and value tables, each with its coefficient.
+"""Sources of the values of every layer: projections and value tables, each with its coefficient.
 
     v_n = sum over b of c_nb x_b,   b: a layer, whose own projection x_b is, or a table by token id
 
@@ -71,13 +71,13 @@ class LayerValues:
 
 
 def layer_values(model: HookedModel) -> list[LayerValues]:
-    """Return the value sources of each layer; raises `BadData` if an observed model does not show values or attention."""
+    """Return the value sources of every layer; raises `BadData` if an observed model does not show values or attention."""
     describe = _observed if isinstance(model, Observed) else _ours
     return [describe(model, n) for n in range(model.config.n_layers)]
 
 
 def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[float]]) -> list[Composition]:
-    """Return the sources of each layer's effective values from the coefficients in use."""
+    """Return the sources of every layer's effective values from the coefficients in use."""
     found: list[Composition] = []
     for layer in layers:
         weights = zip(layer.sources, mixes.get(layer.layer, [layer.alone]), strict=True)
@@ -132,7 +132,7 @@ def _ours(model: Any, n: int) -> LayerValues:
 
 
 def _attends_with(model: Transformer, source: Base, state: str) -> bool:
-    """Whether a source contributes its effective values instead of its own projection."""
+    """True if a source contributes its effective values instead of its projection."""
     if not isinstance(source, int):
         return False
     return state == "effective" or source == 0 or not model.blocks[source].attn.projections["v"].projects

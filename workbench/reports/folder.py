@@ -56,7 +56,7 @@ DISTANCES = {
 def write_report(runs: Path, out: Path) -> Path:
     """Write the page and return its path; raises `BadData` where the folder has no run that can be read.
 
-    Verdicts come from stored records of the finished runs and equal those of `workbench analyze`.
+    Verdicts come from stored records of the finished runs and equal the verdicts of `workbench analyze`.
     """
     found, problems = list_runs(runs)
     sound = {run: tables for run in found if (tables := _tables(run, problems)) is not None}
@@ -145,7 +145,7 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
 
 
 def _claims(page: Page, judged: Mapping[str, Judged]) -> None:
-    """Sections of the other claims: decided ones, then folded those that these runs cannot decide."""
+    """Sections of the other claims: decided ones, then, folded, claims that these runs cannot decide."""
     others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
     decided = [article(j) for j in others if j.verdict.status in DECIDED]
     rest = [article(j) for j in others if j.verdict.status not in DECIDED]

@@ -2,7 +2,7 @@
 
     workbench xray runs/text-transformer-s0        # writes text-transformer-s0.html and, where a browser is found, .png
 
-Does attention concentrate, and where? Are sinks drained? How much of the deep values is only the token? Would a value
+Does attention concentrate, and where? Are sinks drained? Which share of the deep values is only the token? Would a value
 residual help here, and what speaks for and against? Works on runs, on checkpoints and on observed modules.
 """
 
@@ -126,7 +126,7 @@ def xray(
         thing: what to look at; a run is compared with its own step 0 where it has one.
         data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents, or, where the model
             has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
-        n: documents, T: tokens of each. progress: told what is being measured. announce: told what it will cost, before it starts.
+        n: documents, T: tokens per document. progress: called with the current metric. announce: called with the cost before the start.
         layers: values are also replaced layer by layer, by a table of more tokens: two passes for each layer and some more.
 
     Runs the model at most six times on the documents, unless `layers` asks for more. Measures that a model does not expose
@@ -163,7 +163,7 @@ def xray(
 def _measured(
     measure: Callable[..., pd.DataFrame], plan: Mapping[str, list[str]], progress: Progress | None
 ) -> pd.DataFrame:
-    """Return the records of each step's metrics, the last step last; a read-only runs folder only causes a warning."""
+    """Return the records of every step's metrics, the last step last; a read-only runs folder only causes a warning."""
     frames, unsent = list[pd.DataFrame](), list[OnlyHere]()
     for i, (step, metrics) in enumerate(plan.items()):
         try:

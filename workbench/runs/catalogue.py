@@ -106,7 +106,7 @@ class Catalogue:
 
     @cached_property
     def groups(self) -> dict[str, list[Entry]]:
-        """The runs of each experiment."""
+        """The runs by experiment."""
         groups: dict[str, list[Entry]] = {}
         for entry in self.entries:
             groups.setdefault(entry.group, []).append(entry)

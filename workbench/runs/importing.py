@@ -55,7 +55,7 @@ def import_run(
         runs: Folder of runs.
         name: Name of the run; default the checkpoint's or the folder's name.
         architecture: Architecture of our decoder; default the one stored in the checkpoint.
-        config: Settings that replace those of the checkpoint.
+        config: Settings that replace the settings of the checkpoint.
         builder: Your function `package.module:function` that builds the module (`workbench.checkpoints.builders`).
         seed: Seed to distinguish runs of one model; default the stored one, else 0.
         progress: Called with (done, total, description).

@@ -4,7 +4,7 @@ A record holds a metric, its axes, unit and error, and the weights, data and cod
 Columns that do not apply are null; step 0 is random init; `se` and `n` count documents.
 
 A metric's `version` is part of the provenance of its rows; rows without a version are older than version 1. Readers get the
-newest version of each metric of a run (`newest`). Measuring a metric again replaces older rows of the same weights and data
+newest version of every metric of a run (`newest`). Measuring a metric again replaces older rows of the same weights and data
 (`Store.put`). `one_sample` then selects one of several sets of documents.
 """
 
@@ -256,7 +256,7 @@ def _versions(provenances: pd.Series) -> np.ndarray:
 
 
 def newest(table: pa.Table) -> pa.Table:
-    """Return the rows of each metric's newest version, from all rows of one run."""
+    """Return the rows of every metric's newest version, from all rows of one run."""
     if not {"metric", "provenance"} <= set(table.column_names):
         return table
     if len(set(_versions(table["provenance"].unique().to_pandas()))) < 2:  # of 1,000 runs nearly all
@@ -268,7 +268,7 @@ def newest(table: pa.Table) -> pa.Table:
 
 
 def run_records(folder: Path) -> pa.Table:
-    """Return a run's records, the newest version of each metric.
+    """Return a run's records, in the newest version of every metric.
 
     Raises `BadCheckpoint` naming a file that cannot be read or holds no records.
     """
@@ -317,7 +317,7 @@ class Store:
         return self.folder / f"{weights}-{data}{kind}.parquet"
 
     def get(self, weights: str, data: str, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
-        """Return the stored rows of each measurement key that exists."""
+        """Return the stored rows of every measurement key that exists."""
         path = self._path(weights, data)
         if not path.exists():
             return {}

@@ -230,9 +230,9 @@ class Run:
             raise BadData(f"{where!r} is no condition of DataFrame.query, as \"metric == 'loss'\": {error}") from error
 
     def telemetry_parts(self) -> list[tuple[int, Path]]:
-        """Return first step and path of each telemetry file, in order; files with other names are ignored.
+        """Return first step and path of all telemetry files, in order; files with other names are ignored.
 
-        A file whose steps lie within those of another file was merged into it.
+        A file whose steps lie within the steps of another file was merged into it.
         """
         folder, parts, end = self.path / "telemetry", list[tuple[int, Path]](), -1
         matches = (re.fullmatch(r"(\d{6,})-(\d{6,})\.parquet", p.name) for p in folder.glob("*.parquet"))

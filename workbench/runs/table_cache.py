@@ -79,7 +79,7 @@ class TableCache(ABC):
 
     @abstractmethod
     def _read(self, path: Path) -> ByMetric:
-        """A run's tables; raises `BadCheckpoint` or `OSError` naming what is wrong."""
+        """A run's tables; raises `BadCheckpoint` or `OSError` naming the fault."""
 
     def unread(self, entries: Iterable[Entry]) -> int:
         """Return how many of the runs have not been read since they last changed."""

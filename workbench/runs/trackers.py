@@ -219,7 +219,7 @@ def run_identity(folder: Path, info: Mapping[str, Any]) -> str:
 
 
 def _comparable(value: float) -> float | None:
-    """Return a value that equals the one MLflow returns: None for NaN, the largest float for infinity."""
+    """Return a value that equals the one MLflow returns (None for NaN, the largest float for infinity)."""
     return None if math.isnan(value) else max(-sys.float_info.max, min(sys.float_info.max, value))
 
 

@@ -35,7 +35,7 @@ def formed_in(steps: pd.DataFrame) -> str:
 
 
 def median_in_words(steps: pd.DataFrame) -> str:
-    """Return the median step, or that there is none because too few runs reached it."""
+    """Return the median step in words, or the reason for its absence: too few runs reached it."""
     median = median_step(steps)
     return f"{median:.0f}" if math.isfinite(median) else f"none by step {steps['at'].max():.0f}"
 
@@ -45,9 +45,9 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
 
     If every run reached its step, this is the paired difference with Student's t interval. Otherwise it is the difference of
     restricted means: the mean number of steps without the event, up to the last step. It then has no interval, since the interval
-    of runs that never reach the step would show the spread of the other model alone. Its p-value is that of an exact permutation test of
-    the log-rank statistic (`scipy.stats.logrank` has only the asymptotic one), which uses the order of the steps and which runs did not
-    reach theirs.
+    of runs that never reach the step would show the spread of the other model alone. Its p-value comes from an exact permutation test of
+    the log-rank statistic. The test uses the order of the steps and the set of runs that did not reach theirs. `scipy.stats.logrank` has
+    only the asymptotic test.
 
     Args:
         method: Columns `at` and `formed` of `censored`, indexed by seed.
@@ -75,7 +75,7 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
 
 
 def _log_rank_scores(runs: pd.DataFrame) -> np.ndarray:
-    """Events minus expected events of each run; their sum over a group is the numerator of the log-rank statistic."""
+    """Events minus expected events, by run; their sum over a group is the numerator of the log-rank statistic."""
     at, formed = runs["at"].to_numpy(dtype=float), runs["formed"].to_numpy(dtype=bool)
     times = np.unique(at[formed])
     hazards = np.array([(formed & (at == t)).sum() / (at >= t).sum() for t in times])

@@ -18,7 +18,7 @@ RUN = ["architecture", "run", "seed"]
 
 
 def copying(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the copy loss at every training step; raises `WorkbenchError` if there is none."""
+    """Return the copy loss at every training step; raises `WorkbenchError` without any."""
     rows = frame[(frame["metric"] == "copy_loss") & frame["variant"].isna()]
     if rows.empty:
         raise WorkbenchError("no copy_loss here; it is written while training on repeated tokens")
@@ -53,7 +53,7 @@ def _plain_mass(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def sink_steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the sink onset of each run with two checkpoints or more, in the columns of `formation_steps`."""
+    """Return the sink onset of every run with two checkpoints or more, in the columns of `formation_steps`."""
     runs = _plain_mass(frame).groupby(RUN, dropna=False)
     several = ((run, rows) for run, rows in runs if rows["step"].nunique() > 1)
     return _in_order((run, sink_step(rows), rows["step"].max()) for run, rows in several)

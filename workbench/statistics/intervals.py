@@ -122,6 +122,6 @@ def paired_documents(method: pd.DataFrame, baseline: pd.DataFrame, seed: int = 0
 
 
 def seed_band(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return mean, minimum, maximum and number of seeds of each group; several rows of one seed are averaged first."""
+    """Return mean, minimum, maximum and number of seeds by group; several rows of one seed are averaged first."""
     each = frame.groupby([*by, "seed"], dropna=False)["value"].mean().reset_index()
     return each.groupby(list(by), dropna=False)["value"].agg(["mean", "min", "max", "size"]).reset_index()

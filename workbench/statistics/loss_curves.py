@@ -42,7 +42,7 @@ def common_loss(curves: Sequence[pd.Series]) -> float:
 
 
 def relative_loss(method: pd.Series, baseline: pd.Series, window: int = WINDOW) -> pd.Series:
-    """Return the moving average of method - baseline at equal steps, indexed by the last step of each full window."""
+    """Return the moving average of method - baseline at equal steps, indexed by the last step of every full window."""
     change = (method - baseline).dropna().sort_index()
     return change.rolling(window).mean().dropna()
 

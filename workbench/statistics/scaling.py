@@ -18,8 +18,12 @@ def savings(method: pd.Series, baseline: pd.Series) -> dict[str, float]:
     """Return the share of parameters (or tokens) saved at the loss of the baseline's largest size N, by form of the curve.
 
     The share is 1 - N'/N, where N' is the size at which the method's curve has that loss. The forms differ by several percentage points on
-    the same numbers: `neighbours` is linear in ln loss and ln N between two sizes, `logarithm` is linear in loss and ln N there, `power` is
-    one line in ln loss and ln N, and `offset` is E + a N^-b (four sizes or more).
+    the same numbers:
+
+    - `neighbours`: linear in ln loss and ln N between two sizes;
+    - `logarithm`: linear in loss and ln N between two sizes;
+    - `power`: one line in ln loss and ln N;
+    - `offset`: E + a N^-b (four sizes or more).
 
     Args:
         method: Loss by size.
@@ -89,8 +93,8 @@ FORMS: Mapping[str, Callable[[np.ndarray, np.ndarray, float], float]] = {
 def savings_intervals(method: pd.DataFrame, baseline: pd.DataFrame) -> dict[str, Interval]:
     """Return the savings of every form with their intervals over the seeds that have all sizes of both models.
 
-    Curves are compared within each seed. Student's t interval is that of ln(N'/N), whose errors are symmetric. A bootstrap over the runs of
-    each size would cover only 57 to 67 % with 2 seeds, 80 % with 3 and 84 % with 5.
+    Curves are compared within each seed. Student's t interval is computed for ln(N'/N), whose errors are symmetric. A bootstrap over the
+    runs at every size would cover only 57 to 67 % with 2 seeds, 80 % with 3 and 84 % with 5.
 
     Args:
         method: Columns `size`, `seed` and `loss`.

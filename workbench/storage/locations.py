@@ -30,11 +30,11 @@ class Location:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is a run folder."""
+        """True for a run folder."""
         return (self.path / RUN).exists()
 
     def with_weights(self) -> Location:
-        """Fetch the weights below a URL, except those of a run, which are fetched step by step."""
+        """Fetch the weights below a URL, except the weights of a run, which are fetched step by step."""
         if is_url(self.given) and not self.is_run and not (self.path.parent / RUN).exists():
             mirror.fetch_all(self.path)
         return self
@@ -68,7 +68,7 @@ def locate(given: str | Path | Location) -> Location:
 
 
 def shipped(name: str | Path) -> str | Path:
-    """Return the folder that ships under a name (`models-resformer-s0`, `sinks`, `evidence`); other paths as they are."""
+    """Return the folder that ships under a name (`models-resformer-s0`, `sinks`, `evidence`); other paths unchanged."""
     text = str(name)
     if text in ("", ".", "..") or Path(text).name != text or os.path.lexists(text):
         return name

@@ -9,8 +9,8 @@
 unpacked("data/evidence")          # folder in the cache with the usual run folders of all studies in it
 unpacked("data/evidence/sinks")    # the study's folder in there
 
-A folder of packed studies stands for its copy as a URL stands for its mirror. The copy is made once for each content of the files, in
-a few seconds; only indexes are written to it.
+A folder of packed studies is replaced by its copy, as a URL is replaced by its mirror. The copy is made once for each content of the
+files, in a few seconds; only indexes are written to it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNUSED_S = 30 * 24 * 3600  # after which a copy is deleted
 
 
 def unpacked(path: str | Path) -> Path:
-    """Return the unpacked copy of a folder of packed studies, or of a path in it; any other path as it is."""
+    """Return the unpacked copy of a folder of packed studies, or of a path in it; any other path unchanged."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -67,7 +67,7 @@ def unpacked(path: str | Path) -> Path:
 
 
 def origin(path: Path) -> Path:
-    """Return the packed path that a path in an unpacked copy stands for; any other path as it is."""
+    """Return the packed path that a path in an unpacked copy represents; any other path unchanged."""
     for parent in (path, *path.parents):
         if (parent / PACKED).is_file() and "root" in (about := read_json(parent / PACKED)):
             return Path(about["root"]) / path.relative_to(parent)
@@ -75,7 +75,7 @@ def origin(path: Path) -> Path:
 
 
 def checksum(run: Path) -> str | None:
-    """Return the checksum of the packed study that a run came from; None for a run of its own files."""
+    """Return the checksum of the packed study that a run came from; None for an unpacked run."""
     about = run.parent / PACKED
     return str(read_json(about)["digest"]) if about.is_file() else None
 
@@ -116,7 +116,7 @@ def _study_of(path: Path) -> Path | None:
 
 
 def _is_root(folder: Path) -> bool:
-    """Whether a folder holds packed studies and no runs of its own."""
+    """Return True if a folder holds packed studies and no unpacked runs."""
     studies = False
     with os.scandir(folder) as children:
         for child in children:
@@ -233,7 +233,7 @@ def _write(table: pa.Table | None, path: Path) -> None:
 
 
 def _by_run(file: Path, infos: Iterable[str]) -> Iterable[tuple[str, pa.Table | None]]:
-    """Rows of each run that has some; None for every run if the file is damaged."""
+    """Rows of every run that has some; None for every run if the file is damaged."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

@@ -141,7 +141,7 @@ def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool,
 
 
 class Watch:
-    """Callback that measures each checkpoint of a training as soon as it is saved."""
+    """Callback that measures each checkpoint of a training right after it is saved."""
 
     def __init__(self, path: Path, data: Any) -> None:
         self.path, self.data, self.seen = path, data, set[int]()

@@ -1,4 +1,4 @@
-"""Training of a study's runs, and the comparison of each model with the study's baseline over paired seeds."""
+"""Training of a study's runs, and the comparison of every model with the study's baseline over paired seeds."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def prepare_data(run: StudyRun) -> dict[str, Any]:
 
 
 def work(run: StudyRun) -> str:
-    """Train one run (or resume it), measure what the study asks for, and return its name."""
+    """Train one run (or resume it), measure the metrics of the study, and return its name."""
     import torch
 
     from workbench.data.opening import open_data

@@ -96,7 +96,7 @@ class Study:
 
 
 def find_study(given: str) -> Path:
-    """Return the file of a shipped study by its name, or a path unchanged; raises `UnknownName` if there is none."""
+    """Return the file of a shipped study by its name, or a path unchanged; raises `UnknownName` for an unknown name."""
     path = Path(given)
     if path.suffix == ".toml" or path.is_file():
         return path

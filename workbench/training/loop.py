@@ -258,7 +258,7 @@ class _Loop:
                         self.telemetry.add(self.step, "coefficient", value, part=part, layer=layer, unit="weight")
 
     def _validate(self) -> None:
-        """Add the validation loss of each domain, and the gradient of the mean largest logit on a few sequences."""
+        """Add the validation loss of every domain, and the gradient of the mean largest logit on a few sequences."""
         self.bare.eval()
         for domain, sample in self.samples.items():
             batches = (ids.to(self.accelerator.device) for ids in sample.ids.split(self.config.batch))

@@ -107,7 +107,7 @@ class Edit:
 
     @property
     def heads(self) -> str:
-        """Name of the heads that can be edited separately; empty if there are none."""
+        """Name of the heads that can be edited separately; empty without any."""
         return HEADS.get(self.target, "") if hasattr(self, "head") else ""
 
     @property

@@ -29,13 +29,13 @@ def edited(
     """The model with all the edits (objects, dictionaries or texts) for as long as this is open; then it is as before.
 
     Args:
-        tokens: the prompt, ids [batch, pos], [pos] or text: needed by edits that read it (patches, token means, other
-            layers' values), which then hold for runs on this prompt alone. The others hold for any run.
+        tokens: the prompt, as ids [batch, pos], [pos] or text. Edits that read it need it (patches, token means, other
+            layers' values), and then hold for runs on this prompt alone. Other edits hold for any run.
         other: a second prompt, for `patch` and `values:how=prompt`; one row, or as many as the prompt.
         means: a `TokenMeans` of `token_means`, or several by name, for `values:how=token_mean`.
 
-    Raises, before anything changes: `UnknownName` and `WorkbenchError` for what the architecture lacks and for layers,
-    heads and positions beyond it, with the choices; `BadData` for missing prompts or tables, and unequal lengths.
+    Raises, before anything changes: `UnknownName` and `WorkbenchError` for parts that the architecture lacks and for layers,
+    heads and positions out of range, with the choices; `BadData` for missing prompts or tables, and unequal lengths.
     """
     inputs = Inputs.of(model, tokens, other, means)
     with applied(model, as_edits(edits), inputs):

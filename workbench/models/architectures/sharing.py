@@ -22,7 +22,7 @@ from workbench.models.shortcut import Projection, Shortcut, Source
 
 
 class Sharing(Shortcut):
-    """Projections at the first layer of each group only."""
+    """Projections at the first layer of every group only."""
 
     prefix = "cla"
 

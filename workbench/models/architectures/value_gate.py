@@ -40,7 +40,7 @@ class _ValueGate(Shortcut):
             draw(name, tensor)
 
     def opened(self, layer: int, v: Tensor, x: Tensor) -> Tensor:
-        """Return the gate of each head [batch, pos, head, 1]."""
+        """Return the gates of all heads [batch, pos, head, 1]."""
         return F.linear(v.flatten(-2) if self.gate_from == "value" else x, self.gates[layer]).sigmoid()[..., None]
 
 

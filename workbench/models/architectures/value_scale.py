@@ -26,7 +26,7 @@ TINY = 1e-12  # smallest squared length, against division by 0
 
 
 class ValueScale(Shortcut):
-    """A learned soft threshold on the length of each head's value."""
+    """A learned soft threshold on the length of a head's value."""
 
     prefix = "value_scale"
 

@@ -30,7 +30,7 @@ class Segments:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every row is one document without padding, and all its tokens count."""
+        """True if every row is one document without padding, and all its tokens count."""
         return self.counted is None and bool((self.ids == 1).all())
 
     @property

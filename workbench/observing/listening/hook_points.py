@@ -72,7 +72,7 @@ class BlockPoints(HookedModule):
             self.attn.table = _value_point()
 
     def parts(self, n: int) -> list[AttentionPoints]:
-        """Return the hook points of each of n attentions."""
+        """Return the hook points of n attentions."""
         return [self.attn] if n == 1 else [self.attn._modules[str(i)] for i in range(n)]  # type: ignore[misc]
 
     @property

@@ -56,7 +56,7 @@ class Execution:
 
 
 def rows_at(tensors: list[TracedTensor], path: TensorPath) -> Tensor | None:
-    """Return the rows of the tensor at a path; None if there is none."""
+    """Return the rows of the tensor at a path; None without one."""
     return next((t.rows for t in tensors if t.path == path), None)
 
 

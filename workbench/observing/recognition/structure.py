@@ -198,7 +198,7 @@ class LinearEnding:
 
 @dataclass
 class DecoderStructure:
-    """All layers and both ends, and notes on what is unusual."""
+    """All layers and both ends, and notes on unusual parts."""
 
     config: ObservedConfig
     layers: list[LayerStructure]
