@@ -19,7 +19,7 @@ from workbench.claims.analysis import Analysis, analyse
 from workbench.claims.judging import chosen
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.config import ModelConfig, TrainConfig
-from workbench.console import progress, say, table
+from workbench.console import print_table, progress, say
 from workbench.data.sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
 from workbench.files import digest, write_text
@@ -126,7 +126,7 @@ def quick_runs(folder: Path, models: Sequence[Model], task: str = "text", seeds:
 
 def conclude(analysis: Analysis, name: str, numbers: pd.DataFrame, out: Path) -> None:
     """Print numbers, published values and verdicts; write `<name>.csv`, `.parquet`, `.txt` and `.html`."""
-    table(numbers)
+    print_table(numbers)
     lines = []
     for j in analysis.judged:
         lines += [

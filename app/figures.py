@@ -140,7 +140,7 @@ def chart(
     """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title."""
     if drawing not in _sent:
         figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's own colours
-        _sent[drawing] = (*plots.untitled(figure), element.packed(figure, take is not None))
+        _sent[drawing] = (*plots.untitled(figure), element.packed_figure(figure, take is not None))
     title, under, packed = _sent[drawing]
     with st.container(key=f"above_{key}", horizontal=True, horizontal_alignment="right"):
         if title:
@@ -149,7 +149,7 @@ def chart(
             corner()
     if under:
         st.caption(widgets.escaped(under))
-    element.draw(packed, key, take)
+    element.draw_figure(packed, key, take)
 
 
 def _with_menu(

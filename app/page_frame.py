@@ -20,14 +20,16 @@ from workbench.views.link import PAGES
 from . import background, widgets
 from .cached_source import cached_source
 from .figures import command, link_address, show
-from .selection import choose
+from .selection import choose_link
 
 MAX_FACTS = 500
 FIGURE_PX, PANELS_PX = 440, 560  # least width of a figure, of one of several panels beside each other
 EMPTY = "No runs yet. `make demo` trains and measures some; `workbench import` imports your own checkpoints."
 
 
-def page(name: str, about: str, body: Callable[[Link], None], choose: Callable[[str], Link | None] = choose) -> None:
+def page(
+    name: str, about: str, body: Callable[[Link], None], choose: Callable[[str], Link | None] = choose_link
+) -> None:
     """Draw a page; errors become a sentence on it.
 
     Args:

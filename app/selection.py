@@ -11,7 +11,7 @@ import streamlit as st
 
 from workbench import plots
 from workbench.errors import WorkbenchError
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.plots import DETAIL
 from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry, differing_settings
@@ -30,7 +30,7 @@ OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
 
 
-def choose(page: str, *, models: bool = True, experiment: str | None = None) -> Link | None:
+def choose_link(page: str, *, models: bool = True, experiment: str | None = None) -> Link | None:
     """Draw the selection and return the page's link with every option; None if there are no runs.
 
     Args:
@@ -101,7 +101,7 @@ def _model(
 
     def show(name: str) -> str:
         entry = entries[name]
-        return name if entry.imported else f"{label(entry.series)}{DETAIL}s{entry.seed}"
+        return name if entry.imported else f"{architecture_label(entry.series)}{DETAIL}s{entry.seed}"
 
     name = widgets.choose(words, key, list(entries), default, show=show, width=MODEL_PX)
     before, st.session_state[f"shown_{key}"] = st.session_state.get(f"shown_{key}"), name

@@ -43,9 +43,7 @@ from workbench.claims.collect import usable
 from workbench.claims.stored import stored
 from workbench.cli.serving import NOTE, _ours
 from workbench.data import tokenizer_limits
-from workbench.data.corpus import from_files
-from workbench.data.corpus import load as load_corpus
-from workbench.data.corpus import save as save_corpus
+from workbench.data.corpus import from_files, load_corpus, save_corpus
 from workbench.data.examples import examples
 from workbench.data.sources import read_tokens
 from workbench.data.tokenizer import train_tokenizer

@@ -39,7 +39,9 @@ def test_concentration_beside_the_loss_of_every_checkpoint():
 def test_checkpoints_against_the_loss_are_drawn_run_by_run():
     made = runs("transformer", "neutreno", seeds=2)
     rows = [row(of, "sink_mass", 0.1, layer=1, head=0, step=s, unit="share") for of in made for s in (0, 100, LAST)]
-    figure = plots.against_loss(against_loss(evidence(made, rows, losses(made, lambda of: 3.0)), [made[0]["run"]]))
+    figure = plots.against_loss_figure(
+        against_loss(evidence(made, rows, losses(made, lambda of: 3.0)), [made[0]["run"]])
+    )
     drawn = [trace for trace in figure.data if trace.x[0] is not None]
     assert [len(trace.x) for trace in drawn] == [3] * 4
     assert figure.layout.yaxis.title.text == "share"

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
 from workbench.claims import CLAIMS, DECIDED, QUESTIONS, STATUSES, collect
-from workbench.claims.analysis import WIDTH, analyse, verdicts, write_figures, write_tables
-from workbench.claims.collect import facts, find_runs, gather, matching_steps, plan
+from workbench.claims.analysis import WIDTH, analyse, verdict_table, write_figures, write_tables
+from workbench.claims.collect import find_runs, gather, matching_steps, metrics_needed, run_facts
 from workbench.claims.judging import chosen
 from workbench.claims.page import write_page
 from workbench.claims.stored import stored
@@ -102,13 +102,13 @@ def test_every_script_asks_states_and_says_what_refutes():
 def test_models_are_told_apart_by_the_options_that_are_not_their_defaults(shared):
     odd = ("resformer", {"source_layer": 1}), ("transformer", {"lr_factors": {"blocks.0.*": 5.0}})
     made = quick_runs(shared, ("resformer", *odd))
-    assert [facts(Run.open(path))["model"] for path in made] == [
+    assert [run_facts(Run.open(path))["model"] for path in made] == [
         "resformer", "resformer[layers=[2, 3],source_layer=1]", "transformer[lr_factors={blocks.0.*: 5.0}]",
     ]  # fmt: skip
 
 
 def test_facts_of_a_run_are_its_own(three):
-    found = facts(Run.open(three[0]))
+    found = run_facts(Run.open(three[0]))
     d, f, v, n = QUICK_MODEL.d_model, QUICK_MODEL.d_mlp, QUICK_MODEL.d_vocab, QUICK_MODEL.n_layers
     assert found["parameters"] == 2 * v * d + n * (4 * d * d + 3 * d * f) + (2 * n + 1) * d
     assert found["tokens"] == QUICK_TRAIN.steps * QUICK_TRAIN.batch * QUICK_TRAIN.T
@@ -117,9 +117,9 @@ def test_facts_of_a_run_are_its_own(three):
 
 def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     run = Run.open(three[0])
-    found = plan(run, [CLAIMS["richer_values"], CLAIMS["lower_loss"]])
+    found = metrics_needed(run, [CLAIMS["richer_values"], CLAIMS["lower_loss"]])
     assert found == {run.steps[0]: ("effective_rank",), run.steps[-1]: ("effective_rank", "loss")}
-    assert plan(Run.open(three[4]), [CLAIMS["deep_values_need_little_context"]]) == {}, (
+    assert metrics_needed(Run.open(three[4]), [CLAIMS["deep_values_need_little_context"]]) == {}, (
         "a claim about vanilla models alone"
     )
 
@@ -144,7 +144,7 @@ def test_checkpoints_around_equal_loss_are_measured(three, monkeypatch):
     monkeypatch.setattr(Run, "steps", property(lambda run: [10, 20]))
     assert matching_steps([base, method]) == {base: [20], method: [20]}, "none beyond those that are there"
     monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
-    asked = plan(method, [CLAIMS["token_information_is_preserved"]], [20, 30])
+    asked = metrics_needed(method, [CLAIMS["token_information_is_preserved"]], [20, 30])
     assert list(asked) == [0, 20, 30, 40]
 
 
@@ -256,7 +256,7 @@ def test_tables_hold_what_the_sentences_say(three, tmp_path):
     write_tables(found, tmp_path)
     table = pd.read_parquet(tmp_path / "verdicts.parquet")
     assert table["claim"].tolist() == ["lower_loss", "fewer_parameters"]
-    pd.testing.assert_frame_equal(table, verdicts(found))
+    pd.testing.assert_frame_equal(table, verdict_table(found))
     assert read_parquet([tmp_path / "records.parquet"])["metric"].unique().tolist() == ["loss"]
     assert "all domains" in pd.read_csv(tmp_path / "tables" / "lower_loss.csv")["comparison"].tolist()
 

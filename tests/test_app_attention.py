@@ -89,7 +89,7 @@ def test_a_held_query_stays_while_layer_and_step_change(page, populated):
 def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
     at = page(populated, **A, **wish)
     assert any("ignored" in i.value for i in at.info)
-    first = attention.options(Source(populated), Link("attention", A))
+    first = attention.attention_options(Source(populated), Link("attention", A))
     assert (element(at)["layer"], element(at)["head"]) == (first.layer, first.head)
     assert "<script>" not in said(at)
 

@@ -139,7 +139,9 @@ def test_a_long_prompt_is_laid_out_once_and_shows_the_chosen_token(alone):
 
     rng = np.random.default_rng(0)
     tokens = [f"·token{i}" if i % 40 else "↵" for i in range(1700)]
-    data = token_strip.packed(tokens, key="p", label="x", colours=rng.gamma(1.0, 2.0, 1700), unit="nats", chosen=1500)
+    data = token_strip.packed_token_strip(
+        tokens, key="p", label="x", colours=rng.gamma(1.0, 2.0, 1700), unit="nats", chosen=1500
+    )
     before = layouts()
     alone.evaluate("show", data)
     assert layouts() - before <= 4
@@ -153,8 +155,10 @@ def test_a_long_prompt_is_laid_out_once_and_shows_the_chosen_token(alone):
 
 def test_strips_hear_each_other_while_they_are_there_and_tokens_are_only_text(alone):
     hostile = ["<img src=x onerror=e()>", "</span><b>", "\u202e\U0001f600", "&lt;", "x" * 60]
-    first = token_strip.packed(hostile, key="a", label="x", colours=[1, 2, 3, np.nan, 5], unit="nats", chosen=4)
-    other = token_strip.packed(hostile[2:], key="b", label="x", chosen=4, first=2, none=True)
+    first = token_strip.packed_token_strip(
+        hostile, key="a", label="x", colours=[1, 2, 3, np.nan, 5], unit="nats", chosen=4
+    )
+    other = token_strip.packed_token_strip(hostile[2:], key="b", label="x", chosen=4, first=2, none=True)
     alone.evaluate("show", first)
     alone.evaluate("show", other)
     assert alone.locator(".token").all_inner_texts()[:4] == hostile[:4]

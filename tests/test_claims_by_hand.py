@@ -163,7 +163,7 @@ def test_a_measure_that_one_model_lacks_is_named_however_few_rows_the_other_has(
 def test_how_many_runs_are_measured_is_told_after_each(monkeypatch):
     heard = []
     monkeypatch.setattr(collect, "matching_steps", lambda runs: dict.fromkeys(runs, ()))
-    monkeypatch.setattr(collect, "plan", lambda *_: {})
+    monkeypatch.setattr(collect, "metrics_needed", lambda *_: {})
     monkeypatch.setattr(collect, "gather", lambda *_: ((), (), ()))
     monkeypatch.setattr(collect, "evidence", lambda *_: None)
     collect.collect([Run(Path(name)) for name in "abc"], [], progress=lambda *told: heard.append(told))

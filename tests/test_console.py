@@ -91,7 +91,7 @@ ROWS = [
 def test_a_table_on_a_terminal_breaks_no_number_and_has_constants_in_a_caption(monkeypatch, width):
     screen = io.StringIO()
     monkeypatch.setattr(console, "console", Console(file=screen, force_terminal=True, color_system=None, width=width))
-    console.table(ROWS)
+    console.print_table(ROWS)
     text = screen.getvalue()
     assert "run models-resformer-s0, metric sink_mass, n 64" in text
     assert max(len(line) for line in text.splitlines()[1:-1]) <= width
@@ -103,7 +103,7 @@ def test_a_table_on_a_terminal_breaks_no_number_and_has_constants_in_a_caption(m
 
 def test_a_table_in_a_pipe_is_tsv_with_all_rows(capsys):
     frame = pd.DataFrame(ROWS).assign(provenance='{"code": "a"}')
-    console.table(frame)
+    console.print_table(frame)
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "metric", "layer", "value", "se", "n"]
     assert [float(line[3]) for line in lines[1:]] == [row["value"] for row in ROWS]

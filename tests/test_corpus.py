@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from workbench.data import corpus as corpora
-from workbench.data.corpus import Corpus, Document, from_files, load, pieces, save, within
+from workbench.data.corpus import Corpus, Document, from_files, load_corpus, pieces, save_corpus, within
 from workbench.data.embedded import embedded
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
@@ -203,8 +203,8 @@ def test_pieces_are_the_text(text: str) -> None:
 
 
 def test_save_and_load(tmp_path: Path, small: Corpus) -> None:
-    save(small, tmp_path / "cache")
-    again = load(tmp_path / "cache")
+    save_corpus(small, tmp_path / "cache")
+    again = load_corpus(tmp_path / "cache")
     assert again == small
     assert again.hash == small.hash
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["documents.parquet", "manifest.json"]
@@ -213,14 +213,14 @@ def test_save_and_load(tmp_path: Path, small: Corpus) -> None:
 @pytest.mark.parametrize("damage", ["documents.parquet", "manifest.json", "swap"])
 def test_a_damaged_cache_is_refused(tmp_path: Path, small: Corpus, damage: str) -> None:
     few = Corpus(small.documents[:3], {})
-    save(few, tmp_path)
+    save_corpus(few, tmp_path)
     if damage == "swap":
         manifest = (tmp_path / "manifest.json").read_bytes()
-        save(Corpus(small.documents[:2], {}), tmp_path)
+        save_corpus(Corpus(small.documents[:2], {}), tmp_path)
         (tmp_path / "manifest.json").write_bytes(manifest)
     else:
         (tmp_path / damage).write_bytes((tmp_path / damage).read_bytes()[:20])
     with pytest.raises(BadData, match="build it again"):
-        load(tmp_path)
+        load_corpus(tmp_path)
     with pytest.raises(BadData, match="build it again"):
-        load(tmp_path / "nothing")
+        load_corpus(tmp_path / "nothing")

@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from workbench.studies.demo import EXPERIMENTS, jobs, ready
+from workbench.studies.demo import EXPERIMENTS, finished, jobs
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 PATIENCE = 400.0
@@ -62,7 +62,7 @@ def test_a_damaged_run_is_a_model_that_is_not_ready(tmp_path, text):
     first = jobs(tmp_path, quick=True)[0]
     (tmp_path / first.name).mkdir()
     (tmp_path / first.name / "run.json").write_text(text)
-    assert not ready(first)
+    assert not finished(first)
 
 
 @pytest.mark.slow

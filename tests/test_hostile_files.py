@@ -58,8 +58,8 @@ READERS = {
     "r/./telemetry/000000-000020.parquet": lambda runs: TelemetryCache().rows(catalogue(runs).entries)[1]["r"],
     "r/records/a-b.parquet": lambda runs: run_records(runs / "r"),
     "r/step_000000/config.json": lambda runs: Run.open(runs / "r").load(0),
-    "corpus/documents.parquet": lambda runs: corpus.load(runs / "corpus"),
-    "corpus/manifest.json": lambda runs: corpus.load(runs / "corpus"),
+    "corpus/documents.parquet": lambda runs: corpus.load_corpus(runs / "corpus"),
+    "corpus/manifest.json": lambda runs: corpus.load_corpus(runs / "corpus"),
     "text.txt": lambda runs: corpus.from_files([runs / "text.txt"]),
     "study.toml": lambda runs: read_study(runs / "study.toml"),
 }

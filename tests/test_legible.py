@@ -98,10 +98,10 @@ def test_an_x_ray_is_drawn_in_its_models_colour_alone():
              for n in range(2) for v in (None, "first_position", "profile", "content")]  # fmt: skip
     mass = [at | {"metric": "sink_mass", "layer": n, "head": 0, "value": 0.1, "unit": "share"} for n in range(2)]
     drain = [at | {"metric": "value_drain", "layer": n, "value": 0.9, "se": 0.1, "unit": "ratio"} for n in range(2)]
-    bars = [t.marker for t in plots.concentration(records(parts)).data if t.type == "bar"]
+    bars = [t.marker for t in plots.concentration_figure(records(parts)).data if t.type == "bar"]
     assert {m.line.color for m in bars} == {ARCHITECTURES["svformer"].colour}
     assert len({m.color for m in bars}) == 3, "shades of it"
-    heads, value = plots.sinks(records(mass), records(drain)).data
+    heads, value = plots.sinks_figure(records(mass), records(drain)).data
     assert heads.marker.color == value.line.color == ARCHITECTURES["svformer"].colour
 
 
@@ -110,7 +110,7 @@ def test_alt_texts_say_numbers_as_people_do():
     assert "ResFormer: from 1 at 0 to 1.2 at 2" in said
     at = {"architecture": "resformer", "seed": 0, "metric": "tokens_per_second", "unit": "tokens/s"}
     told = pd.DataFrame(records([at | {"run": "a", "step": s, "value": 1000.0} for s in (1, 2)]))
-    assert "nan" not in plots.alt_text(plots.pace(told))
+    assert "nan" not in plots.alt_text(plots.pace_figure(told))
 
 
 def test_the_colour_bars_of_a_comparison_stand_above_each_other():

@@ -13,7 +13,7 @@ from strangers import GPT, large
 
 import workbench
 from workbench.prompts import attention_inputs, attention_map, attention_overview
-from workbench.reports.diagnosis import sinks
+from workbench.reports.diagnosis import sinks_text
 
 SINKS = torch.tensor([1.5, -0.5, 0.0, 3.0])
 
@@ -77,7 +77,7 @@ def test_measures_and_maps_count_what_goes_to_no_key(ids):
     parts = frame[(frame.metric == "concentration_parts") & (frame.layer == 2) & frame.control.isna()]
     assert (parts["value"] > -1e-9).all(), "a divergence of what goes to tokens, which sums to 1"
     mass = frame[frame.metric == "null_mass"]["value"]
-    assert f"a column that is no token: {mass.mean():.1%} of all attention" in sinks(frame)
+    assert f"a column that is no token: {mass.mean():.1%} of all attention" in sinks_text(frame)
     inputs, found = attention_inputs(observed, ids[:1]), attention_overview(observed, ids[:1])
     pattern = cache["blocks.1.attn.hook_pattern"][0]
     np.testing.assert_allclose(np.nan_to_num(attention_map(inputs, 1, 3).weights), pattern[3], atol=1e-6)

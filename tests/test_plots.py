@@ -15,7 +15,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots import training
 from workbench.plots.style import PANEL, outer_titles
-from workbench.reports.diagnosis import concentration
+from workbench.reports.diagnosis import concentration_text
 from workbench.runs.records import provenance, records
 from workbench.statistics.formation import formation_steps
 
@@ -154,7 +154,7 @@ def test_an_assumed_architecture_is_said():
 
 def test_the_registry_supplies_the_direction_where_a_record_does_not():
     frame = of(rows(), "importance_entropy").assign(provenance=provenance(assumed=False, key="k"))
-    assert "lower: more concentrated" in plots.reading(frame)
+    assert "lower: more concentrated" in plots.reading_direction(frame)
 
 
 def test_variants_that_are_read_another_way_say_so():
@@ -163,12 +163,12 @@ def test_variants_that_are_read_another_way_say_so():
         ("zero", "higher: these values matter more"),
         ("token_mean", "lower: less context is needed"),
     ):
-        assert plots.reading(of(frame, "value_ablation", variant=variant)) == said
+        assert plots.reading_direction(of(frame, "value_ablation", variant=variant)) == said
     kept = of(frame, "value_ablation", variant="zero").assign(variant="kept")
-    assert plots.reading(kept) == "higher: less context is needed"
+    assert plots.reading_direction(kept) == "higher: less context is needed"
     top = of(frame, "importance_entropy").assign(metric="effective_rank", variant="top_share")
-    assert plots.reading(top) == "higher: fewer directions in use"
-    assert plots.reading(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
+    assert plots.reading_direction(top) == "higher: fewer directions in use"
+    assert plots.reading_direction(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
 
 
 def test_backgrounds_are_transparent():
@@ -197,20 +197,20 @@ def curve(step):
 
 
 def test_the_race_marks_each_seed_on_the_line():
-    figure = plots.race(race({("svformer", 0): curve(2), ("svformer", 1): curve(4)}))
+    figure = plots.race_figure(race({("svformer", 0): curve(2), ("svformer", 1): curve(4)}))
     (marks,) = [t for t in figure.data if t.mode == "markers"]
     assert list(marks.x) == [2, 4]
     assert list(marks.y) == [2.0, 2.0]
     assert figure.layout.shapes[0].y0 == 2.0
     with pytest.raises(WorkbenchError, match="copy_loss"):
-        plots.race(rows())
+        plots.race_figure(rows())
 
 
 # ---- attention, ablation, training -----------------------------------------------------------------------------------
 
 
 def test_an_attention_map_masks_the_future_and_keeps_tokens_apart():
-    figure = plots.attention_map(dashboard.pattern(3), ["<b>", "a", "a"])
+    figure = plots.attention_map_figure(dashboard.pattern(3), ["<b>", "a", "a"])
     (trace,) = figure.data
     assert np.isnan(trace.z[0, 1])
     assert trace.z[2, 0] == pytest.approx(1 / 3)
@@ -218,7 +218,7 @@ def test_an_attention_map_masks_the_future_and_keeps_tokens_apart():
     assert figure.layout.yaxis.autorange == "reversed"
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 1)
     with pytest.raises(WorkbenchError, match="does not fit"):
-        plots.attention_map(dashboard.pattern(3), ["a"])
+        plots.attention_map_figure(dashboard.pattern(3), ["a"])
 
 
 def test_ablation_leaves_the_first_layer_out_and_says_who_has_no_deep_values():
@@ -245,11 +245,11 @@ def test_whiskers_of_an_ablation_are_the_seed_range_or_the_standard_error_and_sa
 
 def test_relative_pairs_by_seed():
     frame = of(rows(what=dashboard.telemetry), "train_loss")
-    found = plots.relative(frame)
+    found = plots.relative_to_baseline(frame)
     assert set(found["architecture"]) == {"resformer", "svformer"}
     np.testing.assert_allclose(found["value"], 0, atol=1e-12)
     with pytest.raises(WorkbenchError, match="shares a seed"):
-        plots.relative(frame[frame["architecture"] == "svformer"])
+        plots.relative_to_baseline(frame[frame["architecture"] == "svformer"])
 
 
 @pytest.mark.parametrize(
@@ -272,14 +272,14 @@ def test_gradients_and_coefficients_are_drawn():
     assert list(norms.data[0].y) == ["W_V 0", "W_V 1", "  ", "W_Q 0", "W_Q 1"]
     assert norms.layout.yaxis.ticktext == ("W_V", "W_Q")
     assert norms.data[0].z[1, 0] == pytest.approx(np.log10(0.02), abs=1e-6)
-    learned = plots.coefficients(frame)
+    learned = plots.coefficients_figure(frame)
     assert [t.name for t in learned.data] == ["embedding", "output of block 0"]
     deeper = records(
         {"run": "a", "architecture": "denseformer", "seed": 0, "metric": "coefficient", "part": "own", "layer": n, "step": s, "value": n}
         for n in range(3) for s in (0, 1)
     )  # fmt: skip
-    assert [t.yaxis for t in plots.coefficients(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
-    assert plots.pace(frame).data[0].y[0] == pytest.approx(1000.5)
+    assert [t.yaxis for t in plots.coefficients_figure(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
+    assert plots.pace_figure(frame).data[0].y[0] == pytest.approx(1000.5)
 
 
 def test_panels_with_labels_of_their_own_stand_further_apart():
@@ -297,7 +297,7 @@ def test_alt_text_names_what_is_seen():
     assert said.startswith("Importance entropy; ")
     assert "ResFormer: from 2.3 at 0" in said
     assert plots.alt_text(of(rows(), "importance_entropy")) == said
-    assert "0.333 to 1" in plots.alt_text(plots.attention_map(dashboard.pattern(3), ["a", "b", "c"]))
+    assert "0.333 to 1" in plots.alt_text(plots.attention_map_figure(dashboard.pattern(3), ["a", "b", "c"]))
 
 
 def test_html_works_offline_and_shares_nothing():
@@ -337,7 +337,9 @@ def test_names_from_files_never_become_markup_in_a_figure():
 
 def test_an_xray_of_records_without_parts_says_the_whole():
     known = {"run": "r", "architecture": "resformer", "seed": 0, "step": 9, "metric": "concentration_parts", "layer": 1}
-    said = concentration(records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}]))
+    said = concentration_text(
+        records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}])
+    )
     assert said.startswith("Yes: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition).")
 
 

@@ -12,7 +12,15 @@ import seams
 
 from workbench.errors import UnknownName
 from workbench.models import registry
-from workbench.models.registry import ARCHITECTURES, SYMBOLS, architecture, colour, label, options_of, symbol
+from workbench.models.registry import (
+    ARCHITECTURES,
+    SYMBOLS,
+    architecture,
+    architecture_colour,
+    architecture_label,
+    architecture_symbol,
+    options_of,
+)
 
 FOLDER = Path(registry.__file__).parent / "architectures"
 
@@ -70,8 +78,8 @@ def test_a_combination_is_described_by_rule_unless_registered():
     assert ours.options == one.options | other.options
     assert ours.neutral == {"neutreno_lambda": 0, "group": 1}
     assert ours.value_path
-    assert ours.colour == colour("neutreno+share_q") != colour("share_q+neutreno")
-    assert label("svformer+gqa") == "SVFormer + GQA4"
+    assert ours.colour == architecture_colour("neutreno+share_q") != architecture_colour("share_q+neutreno")
+    assert architecture_label("svformer+gqa") == "SVFormer + GQA4"
     assert architecture("gqa+svformer").constants == {"query_group": 4}, "as published together, in any order"
     assert architecture("cross_layer+gqa").neutral is None
     with pytest.raises(UnknownName, match="did you mean resformer"):
@@ -79,7 +87,7 @@ def test_a_combination_is_described_by_rule_unless_registered():
 
 
 def test_names_that_are_not_registered_have_looks_of_their_own():
-    assert label("my model") == "my model"
-    assert label("resformer lambda_v1=0.3") == "ResFormer lambda_v1=0.3"
-    assert colour("my model") == colour("my model") != colour("my other model")
-    assert symbol("my model") in SYMBOLS
+    assert architecture_label("my model") == "my model"
+    assert architecture_label("resformer lambda_v1=0.3") == "ResFormer lambda_v1=0.3"
+    assert architecture_colour("my model") == architecture_colour("my model") != architecture_colour("my other model")
+    assert architecture_symbol("my model") in SYMBOLS

@@ -10,7 +10,7 @@ from inputs import WIDE, tokens
 import workbench
 from workbench.interventions import edited
 from workbench.prompts import attention_inputs, attention_map, attention_overview, check_model, value_flow
-from workbench.reports.diagnosis import sinks
+from workbench.reports.diagnosis import sinks_text
 
 POINT = "blocks.1.attn.hook_{}"
 
@@ -35,7 +35,7 @@ def test_measures_and_maps_count_it(model):
     assert of("importance_entropy")["value"].item() == pytest.approx(
         float(torch.special.entr(p).sum(-1).mean()), abs=1e-6
     )
-    assert "a column that is no token" in sinks(frame)
+    assert "a column that is no token" in sinks_text(frame)
     inputs, found = attention_inputs(model, ids[:1]), attention_overview(model, ids[:1])
     np.testing.assert_allclose(np.nan_to_num(attention_map(inputs, 1, 3).weights), pattern[0, 3], atol=1e-6)
     np.testing.assert_allclose(inputs.layers[2][0].null, null[0], atol=1e-6)

@@ -11,7 +11,7 @@ from app_pages import is_of
 
 from app import widgets
 from app.elements import token_strip
-from app.elements.common import ink, table
+from app.elements.common import colour_table, ink
 from workbench.errors import BadData
 
 TOKENS = ["def", "·mean", "↵", "x" * 60]
@@ -23,7 +23,7 @@ def strips(at):
 
 
 def test_long_tokens_are_cut_but_kept_and_what_is_not_finite_has_no_colour():
-    data = token_strip.packed(
+    data = token_strip.packed_token_strip(
         TOKENS, key="position", label="x", colours=[np.nan, 1.23456789, np.inf, 0], chosen=9, first=7
     )
     assert data["tokens"] == [*TOKENS[:3], "x" * 23 + "…"]
@@ -40,7 +40,7 @@ def test_long_tokens_are_cut_but_kept_and_what_is_not_finite_has_no_colour():
 )  # fmt: skip
 def test_the_colours_end_where_all_but_a_few_values_do(values, top):
     tokens = ["a"] * (1 if values is None else len(values))
-    assert token_strip.packed(tokens, key="k", label="x", colours=values)["top"] == top
+    assert token_strip.packed_token_strip(tokens, key="k", label="x", colours=values)["top"] == top
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_colours_end_where_all_but_a_few_values_do(values, top):
 )
 def test_what_cannot_be_shown_is_refused(tokens, given, word):
     with pytest.raises(BadData, match=word):
-        token_strip.draw(tokens, key="position", label="x", **given)
+        token_strip.draw_token_strip(tokens, key="position", label="x", **given)
 
 
 def test_ink_can_be_read_on_every_colour():
@@ -63,7 +63,7 @@ def test_ink_can_be_read_on_every_colour():
         return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
 
     for scale in ("Cividis", "RdBu_r", "Greys"):
-        for ground in table(scale):
+        for ground in colour_table(scale):
             a, b = sorted((light(ground), float(ink(ground) == "#ffffff")))
             assert (b + 0.05) / (a + 0.05) >= 4.5
 

@@ -189,7 +189,7 @@ def test_equal_tokens_keep_columns_of_their_own():
 
 def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
     with pytest.raises(WorkbenchError, match="no checkpoints to play over"):
-        plots.timelapse([])
+        plots.timelapse_figure([])
     lapse = timelapse(
         layers, ask, Link("depth", {"metric": "importance_entropy", "a": "text-resformer-s0", "compare": "1"})
     )

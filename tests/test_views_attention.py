@@ -201,7 +201,7 @@ def test_time_lapse_plays_the_map_over_the_checkpoints(ask):
 def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
     dashboard.run(ask.folder, "cross-s0", "cross_layer", 0, "text")
     of = link(a="cross-s0", layer=1, head=0)
-    names = attention.options(ask, of).branches
+    names = attention.attention_options(ask, of).branches
     assert len(names) > 1
     parts = [heat(drawn(ask, "weights", of.but(branch=name))) for name in names]
     assert sum(np.nan_to_num(p) for p in parts) == pytest.approx(
@@ -266,10 +266,10 @@ def unpacked(sent):
 
 
 def test_the_element_gets_every_number_in_few_bytes(ask):
-    from app.elements.attention import packed
+    from app.elements.attention import packed_attention
 
     choice, found = attention.seen(ask, compared(layer=1, head=0, lock=5))
-    data = packed(choice, found, "said")
+    data = packed_attention(choice, found, "said")
     header, at = unpacked(data)
     assert header["minus"]
     for panel, name in zip(header["panels"], ("text-resformer-s0", "text-transformer-s0"), strict=True):
@@ -300,12 +300,12 @@ def test_the_element_gets_every_number_in_few_bytes(ask):
     ],
 )
 def test_a_view_of_a_long_prompt_stays_below_half_a_megabyte(ask, options, exact):
-    from app.elements.attention import packed
+    from app.elements.attention import packed_attention
 
     choice, found = attention.seen(ask, link(a="long-resformer-s0", prompt=LONG * 2, lock=1100, **options))
     assert choice.length == 1200
     assert all(s.window.exact == exact for s in found)
-    assert len(packed(choice, found, "")) < 450_000
+    assert len(packed_attention(choice, found, "")) < 450_000
 
 
 def test_more_heads_get_coarser_pictures(ask):

@@ -16,7 +16,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_json
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
-from workbench.studies.demo import SINK_METRICS, Watch, work
+from workbench.studies.demo import SINK_METRICS, Watch, train_and_measure
 from workbench.views import Link, Source, drawings, start
 
 
@@ -59,7 +59,7 @@ def resting(tmp_path_factory):
     """Two models of the demo's first experiment, trained and measured in its quick form by its own function."""
     folder = tmp_path_factory.mktemp("resting")
     for experiment in ("sinks", "sinks_without_start"):
-        work(experiment, "transformer", 0, folder, True, None)
+        train_and_measure(experiment, "transformer", 0, folder, True, None)
     return Source(folder)
 
 
@@ -101,7 +101,7 @@ def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_a
     monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=renamed))
     assert {e.name for e in start.text_models(resting)} == {e.name for e in renamed}
     assert start.text_models(ask) == start.demo_runs(ask, "text")
-    assert set(start.identity(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
+    assert set(start.identity_share(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
 
 
 def test_the_race_is_of_the_shipped_study_where_none_is_trained(ask, resting, monkeypatch):
@@ -117,9 +117,9 @@ def test_the_race_is_of_the_shipped_study_where_none_is_trained(ask, resting, mo
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     race = start.race(ask, link("demo"))
     assert set(race.table["metric"]) == {"copy_loss"}
-    identity = start.identity(ask, link("demo"))
+    identity = start.identity_share(ask, link("demo"))
     assert set(identity.table["metric"]) == {"token_identity_share"}
-    assert start.replaced(ask, link("demo")).figure.data
+    assert start.replaced_values(ask, link("demo")).figure.data
     heads = start.copying_heads(ask, link("demo", at=8))
     z = np.asarray(heads.figure.data[0].z, dtype=float)
     assert np.nansum(z, axis=1) == pytest.approx(1.0, abs=1e-5)

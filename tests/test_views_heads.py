@@ -130,12 +130,12 @@ def test_without_a_stored_control_the_baseline_is_random_init(ask, monkeypatch):
 
 def test_the_end_follows_what_the_measure_says_of_itself(populated):
     ask = dashboard.kept(populated)
-    assert heads.options(ask, Link("heads", {"a": "race-svformer-s0"})).end == "highest"
+    assert heads.head_options(ask, Link("heads", {"a": "race-svformer-s0"})).end == "highest"
     assert heads.METRICS[0] == "row_entropy"
     rows = ask.records(ask.catalogue().entries, ["sink_mass"])
     lower = rows.assign(provenance=rows["provenance"].str.replace("higher: more", "lower: more"))
     ask.records = lambda *_: lower
-    assert heads.options(ask, Link("heads", {"a": "text-resformer-s0"})).end == "lowest"
+    assert heads.head_options(ask, Link("heads", {"a": "text-resformer-s0"})).end == "lowest"
 
 
 def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
@@ -148,7 +148,7 @@ def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
         "A: Transformer s0 · L0 H0",
     ]
     with pytest.raises(UnknownName, match="end"):
-        heads.options(ask, Link.parse("heads?end=middle"))
+        heads.head_options(ask, Link.parse("heads?end=middle"))
 
 
 def test_a_time_lapse_names_the_rows_of_each_step(ask):
@@ -269,7 +269,7 @@ def test_runs_without_weights_or_text_say_why_there_are_no_passages(ask, populat
 def test_attention_opens_on_the_most_concentrated_head_at_all_steps(ask):
     link = Link("attention", {"a": "small-transformer-s0", "prompt": "abchdefgij"})  # h is the token 7
     for step in (20, 0):
-        found = attention.options(ask, link.but(step=step))
+        found = attention.attention_options(ask, link.but(step=step))
         assert (found.layer, found.head) == (LAYER, HEAD)
-    assert attention.options(ask, link.but(layer=0)).layer == 0
-    assert attention.options(ask, link.but(head=0)).head == 0
+    assert attention.attention_options(ask, link.but(layer=0)).layer == 0
+    assert attention.attention_options(ask, link.but(head=0)).head == 0

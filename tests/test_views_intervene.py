@@ -185,7 +185,7 @@ def test_colours_of_a_time_lapse_keep_white_at_zero_where_any_frame_has_both_sig
     def grid(values):
         return plots.grids([("A", plots.Grid(np.array([values]), ["0"], ["a", "b"], "nats", "layer", "head"))], "t")
 
-    played = plots.timelapse([("step 0", grid([-1.0, 2.0])), ("step 8", grid([1.0, 5.0]))])
+    played = plots.timelapse_figure([("step 0", grid([-1.0, 2.0])), ("step 8", grid([1.0, 5.0]))])
     bar = played.layout.coloraxis
     assert (bar.cmin, bar.cmax) == (-5.0, 5.0)
     assert bar.colorscale == grid([-1.0, 2.0]).layout.coloraxis.colorscale
@@ -193,13 +193,13 @@ def test_colours_of_a_time_lapse_keep_white_at_zero_where_any_frame_has_both_sig
 
 def test_scales_of_a_time_lapse_hold_sums_of_bars_whiskers_and_fixed_ranges():
     stacked = [go.Figure([go.Bar(x=["a"], y=[k]), go.Bar(x=["a"], y=[k])], {"barmode": "relative"}) for k in (1, 2)]
-    low, high = plots.timelapse([("1", stacked[0]), ("2", stacked[1])]).layout.yaxis.range
+    low, high = plots.timelapse_figure([("1", stacked[0]), ("2", stacked[1])]).layout.yaxis.range
     assert low <= 0
     assert high >= 4
     across = [go.Figure(go.Bar(x=[k], y=["a"], orientation="h", error_x={"array": [1.0]})) for k in (1, 2)]
-    assert plots.timelapse([("1", across[0]), ("2", across[1])]).layout.xaxis.range[1] >= 3
+    assert plots.timelapse_figure([("1", across[0]), ("2", across[1])]).layout.xaxis.range[1] >= 3
     fixed = [go.Figure(go.Scatter(y=[k]), {"yaxis": {"range": [0, 1]}}) for k in (0.1, 0.2)]
-    assert tuple(plots.timelapse([("1", fixed[0]), ("2", fixed[1])]).layout.yaxis.range) == (0, 1)
+    assert tuple(plots.timelapse_figure([("1", fixed[0]), ("2", fixed[1])]).layout.yaxis.range) == (0, 1)
 
 
 def test_figures_side_by_side_say_what_the_whiskers_of_the_difference_are():

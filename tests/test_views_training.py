@@ -39,7 +39,7 @@ def trace(figure, name):
 
 
 def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
-    drawing = drawn(ask, training.loss)
+    drawing = drawn(ask, training.validation_loss)
     row = drawing.table[(drawing.table["run"] == A) & (drawing.table["step"] == 10)].iloc[0]
     assert row["value"] == pytest.approx(4.0 - 1.0 - 0.05 * 8)
     assert row["se"] == pytest.approx(np.sqrt(2 * 0.05**2) / 2)
@@ -49,7 +49,7 @@ def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
 
 
 def test_each_domain_has_a_panel_of_its_own(ask):
-    figure = drawn(ask, training.loss, domain="each").figure
+    figure = drawn(ask, training.validation_loss, domain="each").figure
     assert [a.text for a in figure.layout.annotations] == ["prose", "python"]
 
 
@@ -79,7 +79,7 @@ def test_without_a_vanilla_model_it_subtracts_model_b(ask, tmp_path):
 
 
 def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
-    drawing = drawn(ask, training.loss, compare=1, b=B)
+    drawing = drawn(ask, training.validation_loss, compare=1, b=B)
     a, b, minus = (trace(drawing.figure, n) for n in ("A: ResFormer · s0", "B: Transformer · s0", "A − B"))
     assert minus.y == pytest.approx([0.2, 0.2])
     assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
@@ -90,12 +90,12 @@ def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
 
 
 def test_one_run_at_two_steps_is_one_training(ask):
-    figure = drawn(ask, training.loss, compare=1, b=A, step=20, step_b=0).figure
+    figure = drawn(ask, training.validation_loss, compare=1, b=A, step=20, step_b=0).figure
     assert [t.name for t in figure.data if t.hoverinfo != "skip"] == ["A: ResFormer · s0"]
 
 
 def test_losses_stand_over_tokens(ask):
-    figure = drawn(ask, training.loss, x="tokens").figure
+    figure = drawn(ask, training.validation_loss, x="tokens").figure
     assert list(trace(figure, "ResFormer").x) == [0, 10 * 2 * 16]  # a batch of 2 sequences of 16 tokens
     assert figure.layout.xaxis.title.text == "tokens read in training"
     assert "tokens" in trace(figure, "ResFormer").hovertemplate
@@ -120,9 +120,9 @@ def test_the_race_marks_when_each_seed_learned_and_two_runs_are_subtracted(ask):
 @pytest.mark.parametrize(
     ("view", "options"),
     [
-        (training.loss, {"x": "stepp"}),
-        (training.loss, {"domain": "eech"}),
-        (training.coefficients, {"of": "densformer"}),
+        (training.validation_loss, {"x": "stepp"}),
+        (training.validation_loss, {"domain": "eech"}),
+        (training.learned_coefficients, {"of": "densformer"}),
     ],
 )
 def test_choices_that_are_not_there_are_refused_by_name(ask, view, options):
@@ -178,9 +178,9 @@ def test_norms_after_clipping_are_drawn_and_called_that():
 
 def test_coefficients_are_of_one_series_or_of_a_and_b(ask):
     assert training.learning(ask, Link("training", {"a": A})) == ["denseformer"]
-    alone = drawn(ask, training.coefficients)
+    alone = drawn(ask, training.learned_coefficients)
     assert [t.name for t in alone.figure.data] == ["embedding", "output of block 0"]
-    pair = drawn(ask, training.coefficients, a="text-denseformer-s0", b="text-denseformer-s1", compare=1).figure
+    pair = drawn(ask, training.learned_coefficients, a="text-denseformer-s0", b="text-denseformer-s1", compare=1).figure
     assert [a.text for a in pair.layout.annotations] == ["A: DenseFormer · s0", "B: DenseFormer · s1", "A − B"]
     assert [t.y for t in pair.data][-1] == pytest.approx([0, 0])
     assert [t.xaxis for t in pair.data] == ["x", "x", "x2", "x2", "x3", "x3"]

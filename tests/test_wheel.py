@@ -21,7 +21,7 @@ from browsing import ask, connected
 
 from workbench.claims.collect import find_runs
 from workbench.reports.folder import up_to_date
-from workbench.studies.demo import jobs, ready
+from workbench.studies.demo import finished, jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 PATIENCE = 400.0
@@ -181,12 +181,14 @@ def test_it_trains_the_quick_demo_once_measures_and_reports(installed, tmp_path)
     again = {path: path.stat().st_mtime_ns for kind in kinds for path in tmp_path.glob(f"*/{kind}")}
     assert again == written, "nothing is trained or measured twice"
     planned = jobs(tmp_path, seeds=1, quick=True)
-    assert all(map(ready, planned))
-    assert not any(map(ready, jobs(tmp_path, seeds=1))), "those of the whole demo are trained longer"
+    assert all(map(finished, planned))
+    assert not any(map(finished, jobs(tmp_path, seeds=1))), "those of the whole demo are trained longer"
     assert up_to_date(tmp_path / "report.html", tmp_path)
     lost = tmp_path / planned[0].name / "records"
     lost.rename(tmp_path / "aside")
-    assert [ready(job) for job in planned] == [False, *[True] * (len(planned) - 1)], "what is not measured any more is"
+    assert [finished(job) for job in planned] == [False, *[True] * (len(planned) - 1)], (
+        "what is not measured any more is"
+    )
     assert not up_to_date(tmp_path / "report.html", tmp_path)
     (tmp_path / "aside").rename(lost)
     sinks, out = tmp_path.glob("sinks-*"), tmp_path / "results"

@@ -13,9 +13,9 @@ from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
-from workbench.plots.browser import find_browser, picture
+from workbench.plots.browser import find_browser, screenshot
 from workbench.reports import xray as xrays
-from workbench.reports.diagnosis import concentration, residual, sinks, token_share
+from workbench.reports.diagnosis import concentration_text, residual_text, sinks_text, token_share_text
 from workbench.runs.records import records
 from workbench.training.loop import train
 
@@ -35,19 +35,19 @@ def parts(layer, first, profile, content, **more):
 
 
 def test_concentration_names_the_layer_and_its_largest_part():
-    said = concentration(planted([*parts(0, 0, 0.01, 0), *parts(2, 0.6, 0.1, 0.3)]))
+    said = concentration_text(planted([*parts(0, 0, 0.01, 0), *parts(2, 0.6, 0.1, 0.3)]))
     assert said.startswith("Yes: most in layer 2, 1.00 ± 0.01 nats")
     assert said.index("60% on the first position") < said.index("30% on particular tokens") < said.index("10% on where")
     assert "at random init" not in said
 
 
 def test_concentration_stands_beside_random_init():
-    said = concentration(planted([*parts(1, 0.3, 0, 0), *parts(1, 0.02, 0, 0, step=0)]))
+    said = concentration_text(planted([*parts(1, 0.3, 0, 0), *parts(1, 0.02, 0, 0, step=0)]))
     assert "0.02 at random init" in said
 
 
 def test_uniform_attention_is_called_hardly_concentrated():
-    assert concentration(planted(parts(0, 0.001, 0.0, 0.002))).startswith("Hardly")
+    assert concentration_text(planted(parts(0, 0.001, 0.0, 0.002))).startswith("Hardly")
 
 
 def heads(*masses, layer=1):
@@ -77,26 +77,26 @@ def drain(value, layer=1, se=0.01, **more):
     ],
 )
 def test_sinks_are_counted_and_their_values_judged_with_their_error(rows, said):
-    assert re.search(said, sinks(planted(rows)))
+    assert re.search(said, sinks_text(planted(rows)))
 
 
 def test_a_sink_in_the_first_layer_alone_is_judged_by_that_layers_values():
-    said = sinks(planted([*heads(0.7, 0.04, layer=0), drain(0.2, layer=0), drain(0.9, layer=2)]))
+    said = sinks_text(planted([*heads(0.7, 0.04, layer=0), drain(0.2, layer=0), drain(0.9, layer=2)]))
     assert "drained: the first token's value has 0.20 ± 0.01 times the others' median norm in layer 0" in said
 
 
 def test_a_model_that_has_learned_nothing_is_said_to():
-    assert "nothing is learned yet" in concentration(planted(parts(0, 0.0, 0.0, 1e-6)))
+    assert "nothing is learned yet" in concentration_text(planted(parts(0, 0.0, 0.0, 1e-6)))
 
 
 def test_what_does_not_vary_is_not_measurable_and_draws_nothing():
     rows = planted([share(float("nan"), 1), share(float("nan"), 2)])
-    assert "nothing to explain" in token_share(rows)
+    assert "nothing to explain" in token_share_text(rows)
     assert "Nothing to draw" in xrays.drawn("token_share", rows).layout.title.text
 
 
 def test_one_layer_is_no_range():
-    assert "in layer 1 is the identity" in token_share(planted([share(0.9, 1)]))
+    assert "in layer 1 is the identity" in token_share_text(planted([share(0.9, 1)]))
 
 
 def share(value, layer, **more):
@@ -105,7 +105,7 @@ def share(value, layer, **more):
 
 def test_token_share_speaks_of_the_later_half_with_both_baselines():
     rows = [share(1.0, 0), share(0.5, 1), share(0.8, 2), share(0.7, 3), share(0.02, 3, control="shuffled")]
-    said = token_share(planted([*rows, *(share(0.3, n, step=0) for n in range(4))]))
+    said = token_share_text(planted([*rows, *(share(0.3, n, step=0) for n in range(4))]))
     assert said.startswith("70.0%-80.0% (± at most 1.0%) of the variance of the own values in layers 2-3")
     assert "2% with shuffled ids, 30.0% at random init" in said
 
@@ -117,18 +117,18 @@ def test_the_shuffled_ids_beside_a_trained_model_are_its_own_and_not_those_at_ra
         share(0.4, 1, step=0),
         share(0.3, 1, step=0, control="shuffled"),
     ]
-    assert "2% with shuffled ids, 40.0% at random init" in token_share(planted(rows))
+    assert "2% with shuffled ids, 40.0% at random init" in token_share_text(planted(rows))
 
 
 def test_an_error_is_never_rounded_to_nothing():
-    said = concentration(planted(parts(2, 0.3, 0, 0), se=0.0013))
+    said = concentration_text(planted(parts(2, 0.3, 0, 0), se=0.0013))
     assert "0.300 ± 0.001 nats" in said
-    assert "5.00 ± 0.02% of its attention" in sinks(planted(heads(0.05), se=0.0002))
+    assert "5.00 ± 0.02% of its attention" in sinks_text(planted(heads(0.05), se=0.0002))
 
 
 def test_a_model_whose_later_layers_have_no_own_values_reads_the_effective_ones():
     rows = [share(1.0, 0), *({**share(1.0, n), "site": "v"} for n in range(4))]
-    assert "effective values" in token_share(planted(rows))
+    assert "effective values" in token_share_text(planted(rows))
 
 
 def ablated(token, zero):
@@ -149,7 +149,7 @@ def ablated(token, zero):
     ],
 )
 def test_the_last_sentence_weighs_both_sides(rows, said):
-    found = residual(planted(rows))
+    found = residual_text(planted(rows))
     assert re.search(said, found)
     assert "±" in found or "Undecided" in found
 
@@ -157,12 +157,12 @@ def test_the_last_sentence_weighs_both_sides(rows, said):
 def test_a_small_table_of_means_is_a_lower_bound_that_speaks_against_nothing():
     seen = {"metric": "deep_value_ablation", "site": "own_v", "variant": "seen", "value": 0.9}
     few = [row | {"metric": "deep_value_ablation"} for row in ablated(0.15, 0.2)]
-    said = residual(planted([*few, seen, *heads(0.05)]))
+    said = residual_text(planted([*few, seen, *heads(0.05)]))
     assert re.match(r"Open; for: nothing.*Against: there are no sinks to remove\. .*at least 25%.*--layers", said)
 
 
 def test_a_model_with_a_value_path_is_told_so():
-    assert residual(planted(ablated(0.01, 0.2), architecture="resformer+denseformer")).startswith(
+    assert residual_text(planted(ablated(0.01, 0.2), architecture="resformer+denseformer")).startswith(
         "It has a value path already (ResFormer)"
     )
 
@@ -187,35 +187,35 @@ NAN = float("nan")
     ],
 )
 def test_numbers_that_are_missing_decide_nothing(rows, said):
-    found = residual(planted(rows))
+    found = residual_text(planted(rows))
     assert re.search(said, found)
     assert "nan" not in found
 
 
 def test_value_paths_that_were_found_are_not_advised():
     rows = planted([*ablated(0.01, 0.2), *heads(0.7)], architecture="unknown")
-    assert residual(rows, "layers 1, 2: values of the first layer").startswith(
+    assert residual_text(rows, "layers 1, 2: values of the first layer").startswith(
         "It has a value path already (layers 1, 2"
     )
-    assert residual(rows).startswith("Undecided: it is unknown whether the model has a value path already")
-    assert residual(rows, "").startswith("More speaks for it")
+    assert residual_text(rows).startswith("Undecided: it is unknown whether the model has a value path already")
+    assert residual_text(rows, "").startswith("More speaks for it")
 
 
 @pytest.mark.parametrize(
     ("sentence", "rows", "said"),
     [
-        (sinks, [*heads(NAN, 0.04), drain(0.2)], r"strongest head \(layer 1, head 1\) gives the first token 4\.0"),
-        (sinks, heads(NAN), r"Not measured"),
-        (sinks, [*heads(0.7)[:1], drain(NAN)], r"head 0\); their values were not measured"),
-        (sinks, [*heads(0.7), drain(0.2, se=NAN)], r"unresolved: .* 0\.20 \(error unknown\)"),
+        (sinks_text, [*heads(NAN, 0.04), drain(0.2)], r"strongest head \(layer 1, head 1\) gives the first token 4\.0"),
+        (sinks_text, heads(NAN), r"Not measured"),
+        (sinks_text, [*heads(0.7)[:1], drain(NAN)], r"head 0\); their values were not measured"),
+        (sinks_text, [*heads(0.7), drain(0.2, se=NAN)], r"unresolved: .* 0\.20 \(error unknown\)"),
         (
-            sinks,
+            sinks_text,
             [*heads(0.7), *heads(0.7, layer=2), drain(0.2), drain(0.9, layer=2)],
             r"1 of 2 layers with sinks are drained",
         ),
-        (concentration, [*parts(0, 0.1, 0.1, NAN)], r"Not measured"),
-        (concentration, [*parts(1, 0.1, 0.2, 0.3)], r"on where tokens stand[^.]*% on the first position\.$"),
-        (token_share, [share(0.5, 1), share(NAN, 1, control="shuffled")], r"no baseline measured"),
+        (concentration_text, [*parts(0, 0.1, 0.1, NAN)], r"Not measured"),
+        (concentration_text, [*parts(1, 0.1, 0.2, 0.3)], r"on where tokens stand[^.]*% on the first position\.$"),
+        (token_share_text, [share(0.5, 1), share(NAN, 1, control="shuffled")], r"no baseline measured"),
     ],
 )
 def test_no_sentence_prints_or_rests_on_what_is_no_number(sentence, rows, said):
@@ -279,7 +279,7 @@ def test_the_picture_is_a_real_drawing_of_the_page(tmp_path):
         pytest.skip("no Chrome, Chromium or Edge on this machine")
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><body style='margin:0;background:#f00'><p>text</p>")
-    drawn = picture(page, tmp_path / "page.png", width=200, height=100).read_bytes()
+    drawn = screenshot(page, tmp_path / "page.png", width=200, height=100).read_bytes()
     assert drawn[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(drawn[16:20]) == 400  # twice the CSS pixels
 
@@ -345,4 +345,4 @@ def test_layer_by_layer_is_asked_for(tiny):
 
 
 def test_shares_that_no_digit_shows_are_not_spoken_of():
-    assert "nothing is learned yet" in residual(planted([*ablated(0.0001, 0.0008), *heads(0.05)], se=0.0))
+    assert "nothing is learned yet" in residual_text(planted([*ablated(0.0001, 0.0008), *heads(0.05)], se=0.0))

@@ -29,7 +29,7 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(rows: Any) -> None:
+def print_table(rows: Any) -> None:
     """Print a data frame or a list of rows: on a terminal a table that fits its width, elsewhere TSV with all rows.
 
     Empty columns and the provenance are left out. On a terminal, constant columns become a caption, and a table that is too
@@ -84,7 +84,7 @@ def print_json(rows: Any) -> None:
     print(json.dumps(listed, default=str))
 
 
-def html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
+def notebook_html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
     """Return HTML for notebooks: a title, a table of the facts that are set, and further parts."""
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape_html(name)}</th><td style='text-align:left'>{escape_html(str(value))}</td></tr>"

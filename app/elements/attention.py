@@ -19,7 +19,7 @@ from workbench.views.attention import Choice, Seen, brightest, cell_words
 from workbench.views.positions import short
 
 from .. import widgets
-from .common import element, table
+from .common import colour_table, element
 
 KEY = "attention_element"
 LONGEST, FAST = 24, 1
@@ -27,12 +27,12 @@ LONGEST, FAST = 24, 1
 _element = element("attention")
 
 
-def draw(choice: Choice, patterns: list[Seen], caption: str) -> None:
+def draw_attention(choice: Choice, patterns: list[Seen], caption: str) -> None:
     """Draw the element."""
-    _element(key=KEY, data=packed(choice, patterns, caption), on_asked_change=asked)
+    _element(key=KEY, data=packed_attention(choice, patterns, caption), on_asked_change=write_selection)
 
 
-def asked() -> None:
+def write_selection() -> None:
     """Write the head, window or query that a visitor selected into the address, where the page checks it."""
     match (st.session_state.get(KEY) or {}).get("asked"):
         case {"head": [layer, head]}:
@@ -45,14 +45,14 @@ def asked() -> None:
             widgets.update_url(lock=query)
 
 
-def packed(choice: Choice, patterns: list[Seen], caption: str) -> bytes:
+def packed_attention(choice: Choice, patterns: list[Seen], caption: str) -> bytes:
     """Return everything the element shows as bytes: small maps in 8 bits of their largest weight, the map in 16."""
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
         "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "mean": choice.pool == "mean",
         "minus": len(patterns) == 2 and choice.alike, "cell": cell_words(choice, patterns), "said": caption,
-        "colours": {"sequential": room.add(table(SEQUENTIAL)), "diverging": room.add(table(DIVERGING)),
+        "colours": {"sequential": room.add(colour_table(SEQUENTIAL)), "diverging": room.add(colour_table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},
         "held": "" if choice.lock is None else short(choice.tokens[0][choice.lock], LONGEST),
         "panels": [_panel(s, room) for s in patterns],

@@ -19,7 +19,7 @@ def element(name: str, *, apart: bool = True) -> Callable[..., Any]:
     return st.components.v2.component(f"workbench_{name}", css=css, js=f"{common}\n{own}", isolate_styles=apart)
 
 
-def table(scale: str, count: int = 256) -> np.ndarray:
+def colour_table(scale: str, count: int = 256) -> np.ndarray:
     """Return `count` colours of a plotly scale [count, 3], each part 0 to 255."""
     return np.round([unlabel_rgb(c) for c in sample_colorscale(scale, count)]).astype(np.uint8)
 

@@ -40,7 +40,7 @@ TOKEN = re.compile(r"(\d{1,9}):")
 Take = Callable[[Point], None]
 
 
-def packed(figure: go.Figure, clicked: bool) -> bytes:
+def packed_figure(figure: go.Figure, clicked: bool) -> bytes:
     """Return everything the element shows; `clicked`: whether points react to clicks."""
     spec = figure.to_dict()
     spec["layout"].pop("template", None)  # the page has its own theme
@@ -48,7 +48,7 @@ def packed(figure: go.Figure, clicked: bool) -> bytes:
     return str(to_json_plotly({k: v for k, v in spec.items() if v} | told)).encode()
 
 
-def draw(sent: bytes, key: str, take: Take | None = None) -> None:
+def draw_figure(sent: bytes, key: str, take: Take | None = None) -> None:
     """Draw a packed figure; `take` is called with a clicked point."""
 
     def asked() -> None:

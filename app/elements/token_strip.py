@@ -1,7 +1,7 @@
 """The token strip: a prompt's tokens as coloured chips, one of them selected; click, arrow keys and hover.
 
-    at = token_strip.asked("position", "Position", len(tokens), default=len(tokens) - 1)
-    token_strip.draw(tokens, key="position", label="Position", colours=loss, unit="nats", chosen=at)
+    at = token_strip.selected_position("position", "Position", len(tokens), default=len(tokens) - 1)
+    token_strip.draw_token_strip(tokens, key="position", label="Position", colours=loss, unit="nats", chosen=at)
 
 The address holds the selected position. Other elements of the page mark the token under the mouse.
 """
@@ -20,7 +20,7 @@ from workbench.plots.style import SEQUENTIAL
 from workbench.views.positions import short
 
 from .. import widgets
-from .common import element, ink, table
+from .common import colour_table, element, ink
 
 LONGEST = 24
 """Characters of a token on its chip; the tooltip has the full token."""
@@ -29,7 +29,7 @@ TOP = 95  # percentile of the values at the end of the colour scale
 _element = element("token_strip")
 
 
-def draw(
+def draw_token_strip(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
     chosen: int | None = None, first: int = 0, clears: Sequence[str] = (), none: bool = False,
 ) -> None:  # fmt: skip
@@ -46,12 +46,14 @@ def draw(
     Raises:
         BadData: No tokens, a wrong number of colours, or a selected position that is not shown.
     """
-    data = packed(tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none)
+    data = packed_token_strip(
+        tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none
+    )
     write = functools.partial(_write, key, range(first, first + len(tokens)), tuple(clears), none)
     _element(key=_name(key), data=data, on_asked_change=write)
 
 
-def asked(key: str, label: str, count: int, *, first: int = 0, default: int | None = None) -> int | None:
+def selected_position(key: str, label: str, count: int, *, first: int = 0, default: int | None = None) -> int | None:
     """Return the position in the address, of `count` positions from `first`; else the default, with a warning for a wrong one."""
     text = st.query_params.get(key)
     positions = {str(i): i for i in range(first, first + count)}
@@ -60,11 +62,11 @@ def asked(key: str, label: str, count: int, *, first: int = 0, default: int | No
     return positions.get(text or "", default)
 
 
-def packed(
+def packed_token_strip(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
     chosen: int | None = None, first: int = 0, none: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return everything the strip shows as plain values; arguments and errors as for `draw`."""
+    """Return everything the strip shows as plain values; arguments and errors as for `draw_token_strip`."""
     if not tokens:
         raise BadData("a strip of no tokens; give at least one")
     if chosen is not None and chosen not in range(first, first + len(tokens)):
@@ -78,7 +80,7 @@ def packed(
         "key": key, "label": label, "unit": unit, "first": first, "chosen": chosen, "none": none, "tokens": texts,
         "cut": {str(i): tokens[i] for i, text in enumerate(texts) if text != tokens[i]},
         "values": [float(f"{v:.5g}") if ok else None for v, ok in zip(values, finite, strict=True)],
-        "top": _top(values[finite]), "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in table(SEQUENTIAL, COLOURS)],
+        "top": _top(values[finite]), "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in colour_table(SEQUENTIAL, COLOURS)],
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def _body(link: Link) -> None:
     with left:
         link = prompt_box(link)
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
-    ready(bare, "Running the model", attention.options)
+    ready(bare, "Running the model", attention.attention_options)
     with right:
         with toolbar("controls"):
             link = _choices(bare, link)
@@ -45,12 +45,12 @@ def _body(link: Link) -> None:
     ready(link, "Reading the attention of every head", attention.seen)
     choice, patterns = attention.seen(source, link)
     with strip:
-        token_strip.draw(
+        token_strip.draw_token_strip(
             choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True,
             colours=attention.per_token(patterns[0]), unit="received" if choice.lock is None else "of its attention",
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
-    element.draw(choice, patterns, f"Attention: {caption}")
+    element.draw_attention(choice, patterns, f"Attention: {caption}")
     _head(link, choice)
     _statistics(choice, patterns)
     files(FIGURES, link)
@@ -58,9 +58,9 @@ def _body(link: Link) -> None:
 
 def _choices(bare: Link, link: Link) -> Link:
     source = cached_source()
-    options = attention.options(source, bare)
+    options = attention.attention_options(source, bare)
     layer = widgets.choose("Layer", "layer", list(range(options.layers)), options.layer, width=70)
-    default = attention.options(source, bare.but(layer=layer))
+    default = attention.attention_options(source, bare.but(layer=layer))
     head = widgets.choose("Head", "head", list(range(options.heads)), default.head, width=70)
     with st.popover("More", icon=":material/tune:"):
         queries = widgets.range_slider("Queries (rows)", "queries", options.length)
@@ -75,7 +75,7 @@ def _choices(bare: Link, link: Link) -> Link:
         if len(default.branches) > 1:
             words = {"all": "all layers"} | {b: attention.whose(b) for b in default.branches}
             branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
-    lock = token_strip.asked("lock", QUERY, options.length)
+    lock = token_strip.selected_position("lock", QUERY, options.length)
     return bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock, branch=None if branch == "all" else branch,
                     queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
 

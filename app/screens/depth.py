@@ -81,18 +81,18 @@ def _behind(link: Link) -> None:
 def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     source = cached_source()
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
-    options = depth.options(source, bare)
+    options = depth.depth_options(source, bare)
     metric = widgets.choose("Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200)
     bare = bare.but(metric=metric)
-    options = depth.options(source, bare)
+    options = depth.depth_options(source, bare)
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
-        options = depth.options(source, bare)
+        options = depth.depth_options(source, bare)
     variant = widgets.choose(
         "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
     )
     bare = bare.but(variant=variant)
-    options = depth.options(source, bare)
+    options = depth.depth_options(source, bare)
     form = widgets.choose("View", "view", options.forms, options.form, show=depth.FORMS.__getitem__, width=150)
     if not link.on("compare"):
         bare = bare.but(seed=widgets.choose("Seed", "seed", options.seeds, "all", width=90))

@@ -61,7 +61,7 @@ def _body(link: Link) -> None:
 def _choices(link: Link) -> tuple[Link, heads.RunHead]:
     source = cached_source()
     bare = link.but(**dict.fromkeys(("metric", "site", "variant", "end", "layer", "head")))
-    options = heads.options(source, bare)
+    options = heads.head_options(source, bare)
     of_layers, asked = heads.of_layers(source, bare, options), st.query_params.get("metric")
     metric = widgets.choose(
         "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=of_layers
@@ -71,15 +71,15 @@ def _choices(link: Link) -> tuple[Link, heads.RunHead]:
             f"{widgets.spaced(asked).capitalize()} is not measured per head; ranked by {widgets.spaced(metric)}."
         )
     bare = bare.but(metric=metric)
-    options = heads.options(source, bare)
+    options = heads.head_options(source, bare)
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
-        options = heads.options(source, bare)
+        options = heads.head_options(source, bare)
     variant = widgets.choose(
         "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
     )
     bare = bare.but(variant=variant)
-    end = heads.options(source, bare).end
+    end = heads.head_options(source, bare).end
     bare = bare.but(end=widgets.choose("Order", "end", list(heads.ENDS), end, show=heads.ENDS.__getitem__, width=150))
     at = bare
     for key in ("layer", "head"):

@@ -180,11 +180,11 @@ def _patched_activation(bare: Link) -> Link:
         intervene.patched_activation(source, bare),
         source.tokens(source.subjects(bare)[0], bare.text("other")),
     )
-    at = token_strip.asked("position", POSITION, len(tokens), default=best.position)
+    at = token_strip.selected_position("position", POSITION, len(tokens), default=best.position)
     with toolbar("cell"):
         layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)
         with st.container():
-            token_strip.draw(
+            token_strip.draw_token_strip(
                 tokens, key="position", label=POSITION, colours=best.restored, unit="largest restored share", chosen=at
             )
     return bare.but(layer=layer, position=at)

@@ -56,9 +56,9 @@ def _body(link: Link) -> None:
     last = len(tokens) - 1
     with right:
         early = st.query_params.get("show") == "follow"  # only later tokens read a value
-        at = token_strip.asked("position", POSITION, len(tokens), default=last // 3 if early else last)
+        at = token_strip.selected_position("position", POSITION, len(tokens), default=last // 3 if early else last)
         losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
-        token_strip.draw(
+        token_strip.draw_token_strip(
             tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=("target", "against")
         )
     with toolbar("controls"):

@@ -12,7 +12,7 @@ from workbench.models.registry import ARCHITECTURES
 from workbench.places import module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
-from workbench.views import Link, Source, Subject, finding, start
+from workbench.views import Link, RunAtStep, Source, finding, start
 from workbench.views.base import ONE_SEED
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
@@ -22,7 +22,7 @@ from ..cached_source import cached_source, root
 from ..elements.figure import Point
 from ..figures import show
 from ..page_frame import FIGURE_PX, figures_side_by_side, page, toolbar
-from ..selection import choose
+from ..selection import choose_link
 
 ABOUT = (
     "How transformers use **values** (what attention carries from token to token), and what a value residual changes. Every page "
@@ -64,7 +64,7 @@ def _select(name: str) -> Link | None:
     # verdicts are about the experiment of the main result, unless the address names a model
     of_result = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)
     result = _main_result() if of_result else None
-    return choose(name, models=shown == "model", experiment=result.group if result else None)
+    return choose_link(name, models=shown == "model", experiment=result.group if result else None)
 
 
 def _parts() -> tuple[list[str], str]:
@@ -124,7 +124,7 @@ def _model(link: Link) -> None:
                     show(answer, link, about=XRAY)
 
 
-def _measured(subject: Subject) -> bool:
+def _measured(subject: RunAtStep) -> bool:
     """Return True if the records of an X-ray are stored; if not, offer a button and the command that measure them."""
     absent = start.missing(cached_source(), subject)
     if not absent:
@@ -353,11 +353,11 @@ def _deep_values(link: Link) -> None:
         + "**Token identity share**: the share of a value's variance that the token explains. At 1 the value is a lookup of its "
         "token. Dashed: before training. First-layer values, and all of SVFormer's, are lookups by construction."
     )
-    if show(start.identity, link) is not None:
+    if show(start.identity_share, link) is not None:
         st.markdown(
             "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
         )
-        show(start.replaced, link)
+        show(start.replaced_values, link)
 
 
 def _shipped_note(entries: Sequence[Entry], option: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from workbench import plots
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.places import module
 from workbench.views import Link, training
 
@@ -26,7 +26,7 @@ GRADIENTS = (
     "Dark: hardly any gradient. A large gradient of the first layer's `W_V` is expected where later layers use its values."
 )
 LOSSES = (
-    (training.loss, "validation_loss", "Loss per token on held-out text. **Lower is better.**"),
+    (training.validation_loss, "validation_loss", "Loss per token on held-out text. **Lower is better.**"),
     (training.relative, "validation_loss", "Loss minus that of the Transformer of the same seed."),
     (training.copy_loss, "copy_loss", "Loss of the tokens that repeat earlier ones."),
     (training.train_loss, "train_loss", "Loss per token on the training batches."),
@@ -126,11 +126,11 @@ def _coefficient_choices(link: Link) -> Link:
     names = [] if link.on("compare") else training.learning(cached_source(), link)
     if not names:
         return link
-    return link.but(of=widgets.choose("Model", "of", names, show=label, width=190, only_if_many=True))
+    return link.but(of=widgets.choose("Model", "of", names, show=architecture_label, width=190, only_if_many=True))
 
 
 def _coefficients(link: Link, quantities: set[str]) -> None:
-    show(training.coefficients, link, about=COEFFICIENTS)
+    show(training.learned_coefficients, link, about=COEFFICIENTS)
 
 
 def _recorded_choices(link: Link) -> Link:
@@ -149,7 +149,7 @@ def _recorded(link: Link, quantities: set[str]) -> None:
 
 def _throughput(link: Link, quantities: set[str]) -> None:
     views = {
-        "learning_rate": training.learning_rate, "tokens_per_second": training.pace,
+        "learning_rate": training.learning_rate_schedule, "tokens_per_second": training.pace,
         "seconds_per_step": training.seconds, "recorder_share": training.recording_share,
     }  # fmt: skip
     with figures_side_by_side(PANELS_PX if link.on("compare") else FIGURE_PX):

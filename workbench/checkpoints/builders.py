@@ -44,7 +44,7 @@ MAX_PROBED, TOLERANCE = 128, 1e-2
 """Most positions of the text whose logits are summed with random weights, and the tolerance of these sums relative to the largest."""
 
 
-def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+def build_module(name: str, settings: Mapping[str, Any]) -> nn.Module:
     """Return the module, in evaluation mode, that the builder `package.module:function` makes of settings.
 
     Raises `WorkbenchError` if there is no such function, if it raises, or if it returns no module.
@@ -104,7 +104,7 @@ def observed_of(name: str, state: State, given: Mapping[str, Any] | None = None)
 
 def _filled(name: str, settings: Mapping[str, Any], state: State) -> nn.Module:
     """Return the module of a builder with a state's tensors; prefixes that were stripped are put back if the module has them."""
-    module, path, stripped = build(name, settings), state.info.path, state.info.stripped
+    module, path, stripped = build_module(name, settings), state.info.path, state.info.stripped
     wanted, what = module.state_dict(), f"{path} does not fill the {type(module).__name__} of {name}: "
     prefixes = itertools.accumulate(reversed(stripped), lambda inner, outer: outer + inner, initial="")
     renamed = ({n: p + n for n in state.tensors} for p in prefixes)
@@ -179,7 +179,7 @@ def _ids(vocabulary: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
 
 
-def save(model: Observed, folder: Path, **provenance: Any) -> None:
+def save_observed(model: Observed, folder: Path, **provenance: Any) -> None:
     """Write a step: weights, then settings and a few numbers that reveal a changed builder."""
     seen: set[tuple[Any, ...]] = set()
     tensors = {}
@@ -193,7 +193,7 @@ def save(model: Observed, folder: Path, **provenance: Any) -> None:
     write_json(folder / CONFIG, {"model_type": MODEL_TYPE, "settings": model.source["settings"], "workbench": mine})
 
 
-def load(name: str, state: State, device: Device = None, dtype: Dtype = None) -> Observed:
+def load_observed(name: str, state: State, device: Device = None, dtype: Dtype = None) -> Observed:
     """Return the model of a step in the module of its run's builder, observed.
 
     Raises `BadCheckpoint` if the builder now makes another module. This runs code by its name: `workbench.load` calls it only if the

@@ -17,7 +17,7 @@ from workbench.models import Transformer, compose
 MAX_SETTING = 2**40  # of anything in a config
 
 
-def build(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
+def build_on_meta(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
     """Return a model on the meta device; raises `BadCheckpoint` for sizes beyond all memory."""
     what = f"no {name} can be built with {config}"
     if (largest := max(v for v in dataclasses.astuple(config) if isinstance(v, int))) > MAX_SETTING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.fill import build, shapes_of
+from workbench.checkpoints.fill import build_on_meta, shapes_of
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.llama_names import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
@@ -217,7 +217,7 @@ def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[st
     for name in ARCHITECTURES:
         completed = _complete(name, config, shapes, options)
         with contextlib.suppress(WorkbenchError):
-            if shapes_of(build(name, config, completed)) == shapes:
+            if shapes_of(build_on_meta(name, config, completed)) == shapes:
                 candidates[name] = completed
     if not candidates:
         return "transformer", dict(options)  # refused by the tensors

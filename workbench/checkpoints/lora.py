@@ -32,7 +32,7 @@ KINDS = (  # adapters whose weights are added to a base's; other kinds name toke
 )  # fmt: skip
 
 
-def read(checkpoint: Checkpoint) -> State:
+def read_merged(checkpoint: Checkpoint) -> State:
     """Return the tensors of any checkpoint. An adapter is merged into the tensors of its base.
 
     Raises `BadCheckpoint` with the cause: no base, no safetensors, a kind of adapter that cannot be merged.

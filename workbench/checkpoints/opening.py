@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.checkpoints import builders, transformers_modules
-from workbench.checkpoints.fill import build, fill
+from workbench.checkpoints.fill import build_on_meta, fill
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import RUN_FILE, Checkpoint, identify
 from workbench.checkpoints.infer import Given, infer
-from workbench.checkpoints.lora import read
+from workbench.checkpoints.lora import read_merged
 from workbench.checkpoints.state import Device, Dtype, Info, State
 from workbench.checkpoints.vocabulary import tokenizer_beside
 from workbench.config import ModelConfig
@@ -71,7 +71,7 @@ def load(
     if "observed" in checkpoint.description:
         model: Any = _observed_step(checkpoint, given, device, dtype)
     else:
-        model = open_state(read(checkpoint), given, device, dtype)
+        model = open_state(read_merged(checkpoint), given, device, dtype)
     if (run := checkpoint.run) is not None:
         try:
             model.source |= {"run": run.name, "step": checkpoint.step, "seed": int(checkpoint.description["seed"])}
@@ -93,7 +93,7 @@ def open_state(state: State, given: Given, device: Device = None, dtype: Dtype =
         if given:
             raise NotCovered(f"{reason}. Without settings of our decoder another library may open it") from reason
         return transformers_modules.observed(state, reason, device, dtype)
-    model = fill(build(design.architecture, design.config, design.options), design.state, device, dtype)
+    model = fill(build_on_meta(design.architecture, design.config, design.options), design.state, device, dtype)
     model.assumed = design.assumed
     model.source = state.info.provenance | {"seed": design.seed, "step": design.step}
     return model
@@ -105,7 +105,7 @@ def read_state(path: str | Path, *, key: str = "", strip_prefix: str = "") -> tu
     For `module.load_state_dict(tensors)` of the module they were trained in; `key` and `strip_prefix` as in `load`. Raises
     `BadCheckpoint` for missing, damaged or unsafe files and for NaN or Inf.
     """
-    state = read(identify(path, key=key, strip_prefix=strip_prefix))
+    state = read_merged(identify(path, key=key, strip_prefix=strip_prefix))
     state.check()
     return dict(state.read()), state.info
 
@@ -121,10 +121,10 @@ def _observed_step(checkpoint: Checkpoint, given: Given, device: Device, dtype: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ObservedInstead)  # the import warned
             reason = NotCovered(f"{checkpoint.path} holds another library's model")
-            return transformers_modules.observed(read(checkpoint), reason, device, dtype)
+            return transformers_modules.observed(read_merged(checkpoint), reason, device, dtype)
     if builder not in [allowed.strip() for allowed in variable(BUILDERS).split(",")]:
         raise NotCovered(
             f"{name} is opened by {builder}, which is code of its owner and runs only where the environment names it: "
             f"{BUILDERS}={builder}"
         )
-    return builders.load(str(builder), read(checkpoint), device, dtype)
+    return builders.load_observed(str(builder), read_merged(checkpoint), device, dtype)

@@ -72,16 +72,16 @@ def _parts(entries: Sequence[Entry]) -> Iterator[object]:
             yield read_bytes(file, MAX_TABLE)
 
 
-def load(folder: Path, marked: str) -> Verdicts | None:
+def load_verdicts(folder: Path, marked: str) -> Verdicts | None:
     """Return the verdicts stored in a folder under this mark; None if they are missing or damaged."""
     try:
         stored = read_json(folder / FILE)
-        return read(stored) if stored["mark"] == marked else None
+        return parse_verdicts(stored) if stored["mark"] == marked else None
     except (BadCheckpoint, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def read(stored: dict[str, Any]) -> Verdicts:
+def parse_verdicts(stored: dict[str, Any]) -> Verdicts:
     """Return the verdicts that `text` wrote."""
     verdicts = {}
     for name, facts in stored["verdicts"].items():
@@ -91,7 +91,7 @@ def read(stored: dict[str, Any]) -> Verdicts:
     return Verdicts(verdicts, frozenset(stored["metrics"]), stored["problems"])
 
 
-def save(folder: Path, marked: str, verdicts: Verdicts) -> None:
+def save_verdicts(folder: Path, marked: str, verdicts: Verdicts) -> None:
     """Store verdicts in a folder; raises `WorkbenchError` if it cannot be written."""
     write_text(folder / FILE, text(marked, verdicts))
 

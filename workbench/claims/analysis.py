@@ -61,7 +61,7 @@ def analyse(
     return Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, asked)), evidence, problems | more)
 
 
-def verdicts(analysis: Analysis) -> pd.DataFrame:
+def verdict_table(analysis: Analysis) -> pd.DataFrame:
     """Return one row per claim: its verdict, the published numbers, and how often chance would decide as clearly."""
     rows = [
         {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status,
@@ -75,7 +75,10 @@ def verdicts(analysis: Analysis) -> pd.DataFrame:
 
 def write_tables(analysis: Analysis, out: Path) -> list[Path]:
     """Write the verdicts, the measured records and the table of every claim, each as CSV and Parquet; return the files."""
-    written = [*_both(verdicts(analysis), out / "verdicts"), *_both(analysis.evidence.everything(), out / "records")]
+    written = [
+        *_both(verdict_table(analysis), out / "verdicts"),
+        *_both(analysis.evidence.everything(), out / "records"),
+    ]
     for j in analysis.judged:
         if len(j.verdict.table):
             written += _both(j.verdict.table, out / "tables" / j.claim.name)
@@ -94,7 +97,7 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
 
     Raises `WorkbenchError` if pictures are asked for and there is no browser; the pages are written before that.
     """
-    from workbench.plots.browser import figure
+    from workbench.plots.browser import save_figure
 
     written = []
     drawn = [(j.claim.name, j.figure, j.shown) for j in analysis.judged if j.figure is not None]
@@ -105,5 +108,5 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
     for name, shown, _ in drawn:
         for kind in [".png"] * png + [".svg"] * svg:
             path = out / "figures" / f"{name}{kind}"
-            written.append(figure(plots.paper(shown), path, width=WIDTH, height=int(shown.layout.height or 500)))
+            written.append(save_figure(plots.paper(shown), path, width=WIDTH, height=int(shown.layout.height or 500)))
     return written

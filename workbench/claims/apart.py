@@ -37,7 +37,7 @@ def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[[int,
             for line in process.stdout:
                 said = json.loads(line)
                 if "verdicts" in said:
-                    return all_verdicts.read(said)
+                    return all_verdicts.parse_verdicts(said)
                 if progress is not None:
                     progress(*said["done"])
             process.wait()

@@ -9,7 +9,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import over_seeds, paired_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"
@@ -48,7 +48,7 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
         "embedding's weight after the last block": over_seeds(by_seed((entry == 0) & (layer == last))),
     }
     sentence = (
-        f"DenseFormer: {numbers({'loss': gain, **weights_of})} (the loss in nats minus the Transformer's; expected -, +, +, -; "
+        f"DenseFormer: {intervals_text({'loss': gain, **weights_of})} (the loss in nats minus the Transformer's; expected -, +, +, -; "
         f"weights start at 0 off the diagonal){seeds_note(gain)}, {last + 1} blocks."
     )
     return judged({"loss": gain}, (-1, 1, 1, -1), sentence, "weight", {"loss": "nats"}, also=weights_of)
@@ -109,8 +109,8 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
     parts = {model_name(m): paired_seeds(ranks[m, "its mean"], ranks[m, "random"]) for m in here}
     shown = {f"{model_name(m)}, {how} in its place": over_seeds(ranks[m, how]) for m, how in ranks}
     sentence = (
-        f"Rank correlation of a source's mean weight with the rise of the loss, mean over places: {numbers(shown, notes=True)}; its mean "
-        f"minus random: {numbers(parts)}."
+        f"Rank correlation of a source's mean weight with the rise of the loss, mean over places: "
+        f"{intervals_text(shown, notes=True)}; its mean minus random: {intervals_text(parts)}."
     )
     return judged(parts, 1, sentence, "rank correlation", shown=shown)
 
@@ -156,6 +156,6 @@ def values_read_the_embedding_queries_and_keys_the_latest(evidence: Evidence) ->
     )
     sentence = (
         f"{model_name(model)}, rise of the loss without the embedding and without the layer before, mean over layers: {costs} nats; "
-        f"their difference, {numbers(parts, notes=True)} nats."
+        f"their difference, {intervals_text(parts, notes=True)} nats."
     )
     return judged(parts, 1, sentence, "nats")

@@ -86,7 +86,7 @@ def why_unusable(run: Run) -> str:
     if not run.finished:
         return f"not finished ({run.progress} steps); the same training command goes on from there"
     try:
-        facts(run)
+        run_facts(run)
     except WorkbenchError as error:
         return str(error)
     except DAMAGE as error:
@@ -94,7 +94,7 @@ def why_unusable(run: Run) -> str:
     return ""
 
 
-def facts(run: Run, data: Any = None) -> dict[str, Any]:
+def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
     """Return a run's row of `Evidence.runs`: its settings, and the name of its model with options."""
     shape, recipe, described, chosen = run.model, run.train, run.info["data"], run.options
     if run.observed:
@@ -128,7 +128,7 @@ def _outline(architecture: str, shape: str, options: str) -> tuple[int, str]:
     return sum(p.numel() for p in built.parameters()), json.dumps(defaults)
 
 
-def plan(run: Run, claims: Iterable[Claim], matched: Sequence[int] = ()) -> dict[int, tuple[str, ...]]:
+def metrics_needed(run: Run, claims: Iterable[Claim], matched: Sequence[int] = ()) -> dict[int, tuple[str, ...]]:
     """Return the metrics that claims need of a run, by checkpoint; `matched` are the checkpoints around equal losses."""
     kind, have = str(run.info["data"]["kind"]), run.steps
     if not have:
@@ -153,7 +153,7 @@ def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
     curves = {run: _curve(run) for run in runs}
     groups: dict[tuple[Any, ...], list[tuple[Run, str]]] = {}
     for run in runs:
-        fact = facts(run)
+        fact = run_facts(run)
         groups.setdefault((*(fact[c] for c in SETTING), fact["seed"]), []).append((run, fact["model"]))
     for members in groups.values():
         for base in (run for run, model in members if model == BASELINE and len(curves[run])):
@@ -247,7 +247,7 @@ def collect(
         workers: Number of processes, or a cluster; see `run_jobs`.
     """
     matched = matching_steps(runs)
-    jobs = [Job(str(run.path), _work, (run, plan(run, claims, matched[run]), data, n)) for run in runs]
+    jobs = [Job(str(run.path), _work, (run, metrics_needed(run, claims, matched[run]), data, n)) for run in runs]
     gathered: dict[Run, Gathered] = {}
     problems: dict[str, str] = {}
     ended = list[str]()
@@ -279,7 +279,7 @@ def collect(
 
 def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     """Return the evidence of measured runs."""
-    table = pd.DataFrame([facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
+    table = pd.DataFrame([run_facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
     label = dict(zip(table["run"], table["model"], strict=True))
     written = [
         run.telemetry(f"metric in {TELEMETRY}").assign(run=run.name) for run in gathered

@@ -11,7 +11,7 @@ from workbench.claims.evidence import SETTING, Evidence, deep_layers, model_mean
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.sinks import METHODS, SINK_SEEDS, gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers
+from workbench.claims.wording import intervals_text, model_name
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 
 AT_INIT = 0.03  # nats: the largest distance found at random init between 256 and 2,048 tokens
@@ -44,7 +44,7 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
     models = f"{len(mine.models)} models" if len(mine.models) > 1 else model_name(mine.models[0])
     sentence = (
         f"At random init no layer is farther than {farthest.max():.2g} nats from uniform causal attention (tolerance {AT_INIT}), over "
-        f"{models}. After training the Transformer's deficit is, in nats{few_seeds}: {numbers(intervals)}. "
+        f"{models}. After training the Transformer's deficit is, in nats{few_seeds}: {intervals_text(intervals)}. "
         "The deficit mixes sinks, local attention and content."
     )
     return judged({**within, **intervals}, 1, sentence, "nats")
@@ -78,7 +78,7 @@ def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
 
     formed, intervals = gated(pair, measured, "nats")
     parts = {name: i for name, i in intervals.items() if "deep layers" in name}
-    sentence = f"{formed}; deficit minus the Transformer's: {numbers(intervals)} nats{_kept(pair)}."
+    sentence = f"{formed}; deficit minus the Transformer's: {intervals_text(intervals)} nats{_kept(pair)}."
     shown = {name: i for name, i in intervals.items() if name not in parts}
     return judged(parts, -1, sentence, "nats", shown=shown, min_seeds=SINK_SEEDS)
 

@@ -7,7 +7,7 @@ import numpy as np
 from workbench.claims.evidence import Evidence, model_mean, sound
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers
+from workbench.claims.wording import intervals_text, model_name
 from workbench.statistics.intervals import MIN_SEEDS
 
 TRAINED = ("cross_layer", "same_key", "identity_map")
@@ -40,7 +40,7 @@ def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
     few_seeds = f" ({seeds} of the {MIN_SEEDS} seeds needed)" if seeds < MIN_SEEDS else ""
     sentence = (
         f"Cosine with cross-layer attention: same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f}, the layer's own output "
-        f"alone {own:.2f}{_at_init(mine)}; same-key - identity by layer: {numbers(intervals, ', ')}{few_seeds}{_trained(evidence)}."
+        f"alone {own:.2f}{_at_init(mine)}; same-key - identity by layer: {intervals_text(intervals, ', ')}{few_seeds}{_trained(evidence)}."
     )
     # as close without the other layer: then it is no approximation of attention to both
     return judged(intervals, 1, sentence, "cosine", doubt=cosine["same_key"] <= own)
@@ -63,4 +63,4 @@ def _trained(evidence: Evidence) -> str:
     except InsufficientEvidence:
         return ""
     trained = {model_name(m): group.difference(losses, m) for m in TRAINED if m in group.models}
-    return f"; trained so, loss minus the Transformer's: {numbers(trained, ', ')} nats"
+    return f"; trained so, loss minus the Transformer's: {intervals_text(trained, ', ')} nats"

@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence, deep_layers
 from workbench.claims.loss import beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 
@@ -78,7 +78,7 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
         "distance between dropping attention and MLP": balance,
     }
     sentence = (
-        f"{model_name(model)} - Transformer, deep layers: {numbers(intervals)} (the last two as natural logarithms of ratios; "
+        f"{model_name(model)} - Transformer, deep layers: {intervals_text(intervals)} (the last two as natural logarithms of ratios; "
         f"expected +, -, -){seeds_note(next(iter(intervals.values())))}."
     )
     units = {"likeness of neighbouring own values (CKA)": "CKA"}

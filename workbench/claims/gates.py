@@ -10,7 +10,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.registry import claim
 from workbench.claims.sinks import SINK_SEEDS, gated, logarithms, strongest_mass
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS
 
@@ -49,7 +49,9 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     longer = {"longest - shortest": paired_seeds(leads[last], leads[first])} if last > first else {}
     note = "" if longer else "; whether it grows with length needs runs of several"
     few = seeds_note(next(iter(parts.values())))
-    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers({**parts, **longer})} nats{few}{note}."
+    sentence = (
+        f"Loss of {model_name(model)} minus the Transformer's: {intervals_text({**parts, **longer})} nats{few}{note}."
+    )
     return judged(parts, -1, sentence, "nats", also=longer, doubt=not longer)
 
 
@@ -89,7 +91,7 @@ def _beside_sinks(
         ):  # fmt: skip
             shown[f"{model_name(model)}, {name}"], units[f"{model_name(model)}, {name}"] = i, unit
     width = f"MLPs of {pair.runs['d_mlp'].max():.0f} neurons"
-    sentence = f"{formed}, {', '.join(told)}; {what}: {numbers(found)}; minus vanilla's: {numbers(shown)}; {width}."
+    sentence = f"{formed}, {', '.join(told)}; {what}: {intervals_text(found)}; minus vanilla's: {intervals_text(shown)}; {width}."
     signs = [-1] * len(parts) + [1] * len(above)
     return judged(
         parts,

@@ -55,11 +55,11 @@ def judge(
 
 def with_figure(judged: Judged, evidence: Evidence) -> Judged:
     """Return a judged claim with its figure and the rows behind it."""
-    drawn, rows = figure(judged.claim, judged.verdict, evidence)
+    drawn, rows = claim_figure(judged.claim, judged.verdict, evidence)
     return replace(judged, figure=drawn, shown=rows)
 
 
-def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figure | None, pd.DataFrame]:
+def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figure | None, pd.DataFrame]:
     """Return the figure of a claim's numbers in the compared runs, and its rows; None if nothing can be drawn."""
     shows, nothing = {"variant": None, **claim.shows}, (None, pd.DataFrame())
     metric = shows.pop("metric", None)
@@ -67,7 +67,7 @@ def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figur
         return nothing
     if metric == "against_loss":
         rows = against_loss(evidence, verdict.runs)
-        return (plots.against_loss(rows), rows) if len(rows) else nothing
+        return (plots.against_loss_figure(rows), rows) if len(rows) else nothing
     part = evidence.of_runs(evidence.runs[evidence.runs["run"].isin(verdict.runs)])
     rows = (part.telemetry if metric in TELEMETRY else part.records)(metric)
     for axis, value in shows.items():
@@ -77,12 +77,12 @@ def figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go.Figur
         rows = rows[rows["step"].isin([0]) | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     try:
         if metric == "copy_loss":
-            return plots.race(rows), rows
+            return plots.race_figure(rows), rows
         if metric == "tokens_per_second":
-            return plots.pace(rows), rows
+            return plots.pace_figure(rows), rows
         if metric == "coefficient":
             first = rows["architecture"].iloc[0] if len(rows) else None
-            return plots.coefficients(rows[rows["architecture"] == first]), rows
+            return plots.coefficients_figure(rows[rows["architecture"] == first]), rows
         smooth = min(100, max(1, int(rows["step"].max() or 0) // 10)) if metric == "train_loss" and len(rows) else 1
         return plots.plot(rows, smooth=smooth), rows
     except WorkbenchError:  # nothing was measured, or nothing that fits one figure: the verdict's sentence names it

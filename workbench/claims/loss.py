@@ -13,7 +13,7 @@ from workbench.claims.budget import TESTED, tokens_per_parameter
 from workbench.claims.evidence import Evidence, at_last_step, best_rates
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import RATES, listed, model_name, numbers, seeds_note, share
+from workbench.claims.wording import RATES, intervals_text, listed, model_name, seeds_note, share
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_documents
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.statistics.scaling import saved_share, savings_intervals
@@ -146,7 +146,7 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
         if {form, name} <= set(size.index) and size[form] > (1 + LARGER) * size[name]
     }
     told = f"; {listed(list(more))}" if more else ""
-    sentence = f"Loss of {numbers(parts)} nats{few}; {tuning}{note}{told}."
+    sentence = f"Loss of {intervals_text(parts)} nats{few}; {tuning}{note}{told}."
     return judged(parts, -1, sentence, "nats", doubt=more or tuning.edges)
 
 

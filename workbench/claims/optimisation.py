@@ -6,7 +6,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.loss import at_best_rates, beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import RATES, model_name, numbers, seeds_note
+from workbench.claims.wording import RATES, intervals_text, model_name, seeds_note
 
 
 @claim(
@@ -54,7 +54,7 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     missing = f"; missing: {', '.join(lacking)}" if lacking else ""
     more = "".join(f"; {name} {i}" for name, i in {**tuned, **against}.items()) + (told if scaled else "")
     more += f"{_gradients(sweep, model)}{missing}"
-    sentence = f"{model_name(model)} - Transformer {numbers(intervals, ', ')} nats{seeds_note(first)}{more}."
+    sentence = f"{model_name(model)} - Transformer {intervals_text(intervals, ', ')} nats{seeds_note(first)}{more}."
     return judged({**intervals, **tuned, **against}, -1, sentence, "nats", also=scaled, doubt=lacking)
 
 

@@ -9,7 +9,7 @@ from workbench.claims import DECIDED, QUESTIONS, STATUSES
 from workbench.claims.analysis import Analysis
 from workbench.claims.judging import Judged
 from workbench.claims.verdict import expected_by_chance
-from workbench.plots.page import Page, facts, folded, heading, numbers, paragraph
+from workbench.plots.page import Page, facts_html, folded, heading, numbers_html, paragraph
 from workbench.statistics.intervals import MIN_SEEDS, confidence
 
 
@@ -43,8 +43,8 @@ def write_page(analysis: Analysis, out: Path, command: str) -> Path:
     if rest:
         page.add(heading("Not decided here"), folded(f"{len(rest)} claims, and what each would need", "".join(rest)))
     if analysis.problems:
-        page.add(heading("Left out"), facts(analysis.problems))
-    page.add(heading("Provenance"), numbers(runs.drop(columns=["options"], errors="ignore"), "the runs"))
+        page.add(heading("Left out"), facts_html(analysis.problems))
+    page.add(heading("Provenance"), numbers_html(runs.drop(columns=["options"], errors="ignore"), "the runs"))
     return page.write(out / "claims.html", command)
 
 
@@ -57,7 +57,7 @@ def article(judged: Judged, figure: str = "") -> str:
     rules = {"Supported if": claim.supports, "Refuted if": claim.refutes, "Needs": claim.scale, "Source": claim.source}
     parts = [
         heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.sentence),
-        facts({**runs, "Published": claim.published}), folded("how it is judged", facts(rules)),
-        numbers(verdict.table, "the deciding numbers"), figure,
+        facts_html({**runs, "Published": claim.published}), folded("how it is judged", facts_html(rules)),
+        numbers_html(verdict.table, "the deciding numbers"), figure,
     ]  # fmt: skip
     return f'<article class="{verdict.status}" id="{claim.name}">{"".join(parts)}</article>'

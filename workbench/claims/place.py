@@ -12,7 +12,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 
 CONTROLS = ("residual_q", "residual_k", "residual_attention", "residual_hidden")
@@ -36,7 +36,7 @@ def value_path_is_the_place(evidence: Evidence) -> Verdict:
     intervals = group.differences(losses, model, ("transformer", *CONTROLS))
     scaled, told = beside_scaled(group, losses, model)
     missing = [model_name(name) for name in CONTROLS if name not in group.models]
-    from_each = numbers({model_name(name): i for name, i in intervals.items()})
+    from_each = intervals_text({model_name(name): i for name, i in intervals.items()})
     untrained = f"; not trained: {', '.join(missing)}" if missing else ""
     sentence = f"Loss of {model_name(model)} minus the loss of: {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
     return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled)
@@ -73,7 +73,9 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
         if name in group.models
     }
     note = seeds_note(next(iter(intervals.values())))
-    sentence = f"Loss with the first layer (0) as the source minus that with {numbers(intervals, ', ')} nats{note}."
+    sentence = (
+        f"Loss with the first layer (0) as the source minus that with {intervals_text(intervals, ', ')} nats{note}."
+    )
     return judged(intervals, -1, sentence, "nats")
 
 
@@ -102,7 +104,7 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
     units = {name: "weight per layer" for name in intervals if name.startswith("growth")}
     signs = [1 if name in units else -1 for name in intervals]
-    return judged(intervals, signs, f"{numbers(intervals, notes=True)}.{note}", "nats", units)
+    return judged(intervals, signs, f"{intervals_text(intervals, notes=True)}.{note}", "nats", units)
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:
@@ -168,8 +170,8 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     }
     note = seeds_note(intervals[f"lambda {near[1]:g}"])
     sentence = (
-        f"Loss minus the Transformer's: {numbers(intervals)} nats; the weight nearest to {BEST_LAMBDA:g} minus the ends of the grid: "
-        f"{numbers(apart)}{note}."
+        f"Loss minus the Transformer's: {intervals_text(intervals)} nats; the weight nearest to {BEST_LAMBDA:g} minus the ends "
+        f"of the grid: {intervals_text(apart)}{note}."
     )
     return judged({**intervals, **apart}, -1, sentence, "nats", doubt=len(apart) < len(ends))
 

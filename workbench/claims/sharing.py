@@ -11,7 +11,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.loss import ends_lower
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
-from workbench.claims.wording import listed, model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, listed, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.loss_curves import WINDOW, critical_point, cumulative_rate, relative_loss
 
@@ -52,7 +52,7 @@ def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
 
 
 def _minus_each(intervals: dict[str, Interval], *, notes: bool = False) -> str:
-    return numbers({f"- {model_name(name)}": i for name, i in intervals.items()}, notes=notes)
+    return intervals_text({f"- {model_name(name)}": i for name, i in intervals.items()}, notes=notes)
 
 
 @claim(
@@ -88,7 +88,7 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
     if not leads:
         raise InsufficientEvidence("Needs transformer and svformer trained under equal conditions.")
     later = _growth(crossings)
-    told = f" The crossing's step goes as a power of the length: {numbers(later)}."
+    told = f" The crossing's step goes as a power of the length: {intervals_text(later)}."
     if not later:
         told = " How the crossing moves with the length needs runs of several."
     sentence = f"SVFormer - Transformer at equal step, {'; '.join(parts)}.{told}"

@@ -14,7 +14,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.induction import copying_steps
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
-from workbench.claims.wording import model_name, numbers
+from workbench.claims.wording import intervals_text, model_name
 from workbench.errors import WorkbenchError
 from workbench.statistics.censored import censored, compare_steps, formed_in, median_in_words
 from workbench.statistics.formation import sink_step
@@ -112,7 +112,7 @@ def gated(
             intervals = measured()
         except InsufficientEvidence:  # not measured either: the condition comes first
             raise reason from None
-        sentence = f"{reason} The numbers all the same ({unit}), which decide nothing: {numbers(intervals)}."
+        sentence = f"{reason} The numbers all the same ({unit}), which decide nothing: {intervals_text(intervals)}."
         raise InsufficientEvidence(sentence, "gated", interval_table(intervals, unit)) from None
 
 
@@ -157,7 +157,10 @@ def sinks_drains_and_peaks_vanish_together(evidence: Evidence) -> Verdict:
         table = pd.concat([t for t in (reason.verdict.table, heads) if len(t)] or [heads], ignore_index=True)
         raise InsufficientEvidence(f"{reason}{kinds}", reason.verdict.status, table) from None
     values = "own values" if site == "own_v" else "its shared values, flat over layers by construction"
-    sentence = f"{formed}; {model_name(model)} - Transformer: {numbers(intervals)} (a share, then natural logarithms; {values}).{kinds}"
+    sentence = (
+        f"{formed}; {model_name(model)} - Transformer: {intervals_text(intervals)} (a share, then natural logarithms; "
+        f"{values}).{kinds}"
+    )
     units = {"attention to the first token": "share"}
     verdict = judged(intervals, (-1, -1, 1), sentence, "logarithm of a ratio", units, min_seeds=SINK_SEEDS)
     return replace(verdict, table=pd.concat([t for t in (verdict.table, heads) if len(t)], ignore_index=True))

@@ -12,7 +12,7 @@ from workbench.claims.loss import beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.sinks import gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 
 POINTS = 6  # pairs of a layer and a model, before a rank correlation says anything
@@ -45,7 +45,7 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
 
     formed, intervals = gated(mine, measured, f"rank correlation over the layers of {models}")
     over = f"rank correlation of entropy and similarity over the layers of {models}"
-    return judged(intervals, -1, f"{formed}; {over}: {numbers(intervals, notes=True)}.", "rank correlation")
+    return judged(intervals, -1, f"{formed}; {over}: {intervals_text(intervals, notes=True)}.", "rank correlation")
 
 
 def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:

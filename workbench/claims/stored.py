@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import pandas as pd
 
 from workbench.claims.by_metric import ByMetric
-from workbench.claims.collect import facts, seeds_of, told_apart, why_unusable
+from workbench.claims.collect import run_facts, seeds_of, told_apart, why_unusable
 from workbench.claims.evidence import RUN_COLUMNS, TELEMETRY, Evidence
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
@@ -47,7 +47,7 @@ def stored(
             if why := why_unusable(run):
                 problems[entry.name] = why
                 continue
-            rows[entry.path] = facts(run) | {"run": entry.name}
+            rows[entry.path] = run_facts(run) | {"run": entry.name}
             samples[entry.name] = each[each["metric"] == "loss"].assign(run=entry.name)
     problems |= kept.rows(entries, ())[1] | told.rows(entries, ())[1]
     sound = [e for e in entries if e.path in rows and e.name not in problems]

@@ -9,7 +9,7 @@ from workbench.claims.evidence import Evidence, deep_layers, model_mean
 from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import model_name, numbers, seeds_note
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}
@@ -41,7 +41,7 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
         more, said = beside_scaled(pair, now, model, "bits")
         scaled |= {f"{name}, {minus}": interval for minus, interval in more.items()}
     note = seeds_note(next(iter(intervals.values())))
-    sentence = f"Bits of the token, {model_name(model)} - Transformer: {numbers(intervals | scaled)}{note}{'' if scaled else said}."
+    sentence = f"Bits of the token, {model_name(model)} - Transformer: {intervals_text(intervals | scaled)}{note}{'' if scaled else said}."
     return judged(intervals, 1, sentence, "bits", also=scaled, doubt=not scaled)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.models.registry import CONTROL, label
+from workbench.models.registry import CONTROL, architecture_label
 from workbench.statistics.intervals import MIN_SEEDS, Interval
 
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
@@ -23,7 +23,7 @@ def seeds_note(interval: Interval) -> str:
     return f" ({interval.n} of the {MIN_SEEDS} seeds needed)" if interval.n < MIN_SEEDS else ""
 
 
-def numbers(intervals: Mapping[Any, Interval], between: str = "; ", *, notes: bool = False) -> str:
+def intervals_text(intervals: Mapping[Any, Interval], between: str = "; ", *, notes: bool = False) -> str:
     """Return named intervals as a list, with `seeds_note` if asked."""
     return between.join(f"{name} {i}{seeds_note(i) if notes else ''}" for name, i in intervals.items())
 
@@ -38,7 +38,7 @@ def share(interval: Interval) -> str:
 def model_name(model: str) -> str:
     """Return the label of a model with its options."""
     base, bracket, options = model.partition("[")
-    return f"{label(base).removesuffix(CONTROL)}{bracket}{options}"
+    return f"{architecture_label(base).removesuffix(CONTROL)}{bracket}{options}"
 
 
 def setting_of(runs: pd.DataFrame) -> str:

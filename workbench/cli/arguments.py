@@ -133,7 +133,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def root(
+def workbench_command(
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -287,7 +287,7 @@ def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:
     return values
 
 
-def show(as_json: bool, line: str, **facts: Any) -> None:
+def print_result(as_json: bool, line: str, **facts: Any) -> None:
     """Print a result as one line, or its facts as a JSON object."""
     from workbench.console import say
 

@@ -20,7 +20,7 @@ from workbench.cli.arguments import (
     app,
     fetch,
     key_values,
-    show,
+    print_result,
     step_of,
 )
 
@@ -64,13 +64,13 @@ def import_checkpoints(
             seed=seed, progress=task, key=key, strip_prefix=strip_prefix, **settings,
         )  # fmt: skip
     line = f"run: {run.path} ({run.architecture}, steps {', '.join(map(str, run.steps))})"
-    show(as_json, line, run=run.path, architecture=run.architecture, steps=run.steps)
+    print_result(as_json, line, run=run.path, architecture=run.architecture, steps=run.steps)
     if builder:
         note(f"to open it: {BUILDERS}={builder} workbench app")
 
 
-@app.command()
-def export(
+@app.command(name="export")
+def export_command(
     path: Annotated[Path, RunOrModel(help="A run or a checkpoint of a transformer.")],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
     step: Step = "last",
@@ -81,11 +81,11 @@ def export(
     from workbench.checkpoints.saving import export as write
 
     folder = write(load(path, step=step_of(step)), out)
-    show(as_json, f"exported: {folder}", folder=folder)
+    print_result(as_json, f"exported: {folder}", folder=folder)
 
 
-@app.command()
-def push(
+@app.command(name="push")
+def push_command(
     path: Annotated[str, RunOrModel(help="A run.")],
     repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face Hub: me/resformer-tiny.")],
     step: Step = "last",
@@ -102,11 +102,11 @@ def push(
 
     with progress(f"uploading {path}"):
         address = push_to_hub(Run.open(path), repo, step_of(step), private=private or None, harness=harness)
-    show(as_json, f"pushed: {address}", url=address)
+    print_result(as_json, f"pushed: {address}", url=address)
 
 
 @app.command(name="export-log")
-def export_log(
+def export_log_command(
     path: Annotated[str, RunOrModel(help="A run.")],
     to: Annotated[str, typer.Option(help="wandb, tensorboard or mlflow.")],
     metric: Annotated[
@@ -122,11 +122,11 @@ def export_log(
 
     with progress(f"{path} to {to}"):
         numbers = send(Run.open(path), to, metric)
-    show(as_json, f"exported: {numbers} numbers of {path} to {to}", run=path, tracker=to, numbers=numbers)
+    print_result(as_json, f"exported: {numbers} numbers of {path} to {to}", run=path, tracker=to, numbers=numbers)
 
 
-@app.command()
-def generate(
+@app.command(name="generate")
+def generate_command(
     path: Annotated[Path, RunOrModel(help="A run or a checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue; without a tokenizer, token ids as '3 14 15'.")],
     tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Largest number of new tokens.")] = 64,
@@ -156,7 +156,7 @@ def generate(
     )
     texts = (str(piece) if model.tokenizer else f" {piece}" for piece in pieces)
     if as_json:
-        show(True, "", prompt=prompt, text="".join(texts))
+        print_result(True, "", prompt=prompt, text="".join(texts))
         return
     print(prompt, end="", flush=True)
     for text in texts:

@@ -56,7 +56,8 @@ def _row(decorator: str, node: Any, given: dict[str, ast.expr]) -> dict[str, Any
         form = "per_sequence" if per_sequence else "accumulated" if isinstance(node, ast.ClassDef) else "derived"
         sites = ast.literal_eval(given["sites"]) if "sites" in given else ()
         words = {"form": form, **words, "sites": ", ".join(sites)}
-    name = "".join(f"_{c.lower()}" if c.isupper() else c for c in node.name).lstrip("_")
+    own = "".join(f"_{c.lower()}" if c.isupper() else c for c in node.name).lstrip("_")
+    name = ast.literal_eval(given["name"]) if "name" in given else own
     return {decorator: name, **words, "summary": (ast.get_docstring(node) or "").split("\n", 1)[0]}
 
 

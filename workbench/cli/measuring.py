@@ -22,13 +22,13 @@ from workbench.cli.arguments import (
     Workers,
     app,
     fetch,
-    show,
+    print_result,
     steps_of,
 )
 
 
-@app.command()
-def measure(
+@app.command(name="measure")
+def measure_command(
     paths: Annotated[list[Path], RunOrModel(help="Runs, checkpoints, or names of shipped models.")],
     metric: Annotated[list[str], Measures(help="A name of `workbench list metrics`; repeat it for several.")],
     text: Annotated[str | None, typer.Option(help="Text file, or a text; default each run's validation split.")] = None,
@@ -45,7 +45,7 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """Measure runs or checkpoints and print the records. Stored records are reused."""
-    from workbench.console import print_json, progress, table
+    from workbench.console import print_json, print_table, progress
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
     from workbench.runs.tables import refuse_ending, write_table_as
@@ -60,11 +60,11 @@ def measure(
         return
     if out is not None:
         write_table_as(frame, out)
-        show(as_json, f"records: {out} ({len(frame)} rows)", records=out, rows=len(frame))
+        print_result(as_json, f"records: {out} ({len(frame)} rows)", records=out, rows=len(frame))
     elif as_json:
         print_json(frame)
     else:
-        table(frame)
+        print_table(frame)
 
 
 @app.command()
@@ -90,7 +90,7 @@ def analyze(
 
     Stored records are reused. Ctrl-C stops; the same command resumes.
     """
-    from workbench.claims.analysis import analyse, verdicts, write_figures, write_tables
+    from workbench.claims.analysis import analyse, verdict_table, write_figures, write_tables
     from workbench.claims.page import write_page
     from workbench.console import note, print_json, progress, say
     from workbench.jobs.processes import default_processes
@@ -111,7 +111,7 @@ def analyze(
         page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, places))} --out {out}")
         write_figures(analysis, out, png=png, svg=svg)
     if as_json:
-        print_json(verdicts(analysis))
+        print_json(verdict_table(analysis))
         return
     for j in analysis.judged:
         say(f"{j.claim.name}: {j.verdict.words}. {j.verdict.sentence}")
@@ -120,8 +120,8 @@ def analyze(
     say(f"page: {page}")
 
 
-@app.command()
-def xray(
+@app.command(name="xray")
+def xray_report_command(
     path: Annotated[Path, RunOrModel(help="A run, a checkpoint, or the name of a shipped or cached model.")],
     text: Annotated[
         Path | None,
@@ -181,4 +181,4 @@ def report(
     folder = runs_folder(runs)
     with progress("drawing"):
         page = write_report(folder, out or folder / "report.html")
-    show(as_json, f"report: {page}", report=page)
+    print_result(as_json, f"report: {page}", report=page)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, show
+from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, print_result
 
 
 @app.command(name="list")
@@ -26,19 +26,19 @@ def list_names(
 ) -> None:
     """List architectures with their options, metrics, interventions, presets, claims, studies or runs."""
     from workbench.cli.listing import listing
-    from workbench.console import note, print_json, table
+    from workbench.console import note, print_json, print_table
 
     rows, notes = listing(kind, runs)
     if as_json:
         print_json(rows)
         return
-    table(rows)
+    print_table(rows)
     for line in notes:
         note(line)
 
 
-@app.command()
-def plot(
+@app.command(name="plot")
+def plot_command(
     records: Annotated[Path, typer.Argument(help="A file of records from `measure --out`.")],
     out: Annotated[Path, Out(help="The figure, one offline .html page.")] = Path("figure.html"),
     as_json: Json = False,
@@ -49,11 +49,11 @@ def plot(
     from workbench.runs.tables import read_records
 
     write_text(out, plots.html(plots.plot(read_records(records)), whole=True))
-    show(as_json, f"figure: {out}", figure=out)
+    print_result(as_json, f"figure: {out}", figure=out)
 
 
-@app.command()
-def view(
+@app.command(name="view")
+def view_command(
     link: Annotated[
         str,
         typer.Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
@@ -81,7 +81,7 @@ def view(
     left_out = {**source.problems, **reasons}
     for name, reason in left_out.items():
         note(f"left out: {name}: {reason}")
-    show(as_json, f"view: {path}", view=path, left_out=left_out)
+    print_result(as_json, f"view: {path}", view=path, left_out=left_out)
 
 
 @app.command(name="app")

@@ -26,7 +26,7 @@ from workbench.cli.arguments import (
     Workers,
     app,
     key_values,
-    show,
+    print_result,
 )
 from workbench.errors import UnknownName
 from workbench.places import studies
@@ -108,8 +108,8 @@ def _task(name: str) -> str:
     return name
 
 
-@app.command()
-def train(
+@app.command(name="train")
+def train_command(
     architecture: ArchitectureName,
     preset: PresetName = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run; default ARCHITECTURE-PRESET-sSEED.")] = None,
@@ -186,7 +186,7 @@ def _data_of(
 
 
 @app.command(name="study")
-def run_study(
+def study_command(
     study: StudyFile,
     runs: Runs = None,
     quick: Annotated[
@@ -202,7 +202,7 @@ def run_study(
 
     Ctrl-C stops; the same command resumes. Runs that fail are reported at the end.
     """
-    from workbench.console import note, print_json, progress, table
+    from workbench.console import note, print_json, print_table, progress
     from workbench.errors import WorkbenchError
     from workbench.runs.run import runs_folder
     from workbench.studies.runner import keep, run_study, summary
@@ -216,7 +216,7 @@ def run_study(
         print_json(cells)
     else:
         note(plan.question)
-        table(cells)
+        print_table(cells)
     for path in keep(plan, frame, folder, out):
         note(f"written: {path}")
     if len(broken := frame[frame["failed"] != ""]):
@@ -224,8 +224,8 @@ def run_study(
         raise WorkbenchError(f"{len(broken)} of {len(frame)} runs failed, first {first['run']}: {first['failed']}")
 
 
-@app.command()
-def ship(
+@app.command(name="ship")
+def ship_command(
     study: StudyFile,
     runs: Runs = None,
     out: Annotated[Path, Out(help="Folder of evidence. The study gets a folder in it.")] = Path("data/evidence"),
@@ -254,7 +254,7 @@ def ship(
             workers=on or workers, progress=task,
         )  # fmt: skip
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    show(as_json, f"evidence: {place} ({size / 2**20:.1f} MiB)", evidence=place, bytes=size)
+    print_result(as_json, f"evidence: {place} ({size / 2**20:.1f} MiB)", evidence=place, bytes=size)
 
 
 @app.command()
@@ -272,7 +272,7 @@ def estimate(
 ) -> None:
     """Estimate the memory of a training, or with -m of a measurement."""
     from workbench.config import PRESETS, ModelConfig
-    from workbench.console import print_json, progress, table
+    from workbench.console import print_json, print_table, progress
     from workbench.measurement.memory_estimate import measuring_memory
     from workbench.training.memory_estimate import training_memory
 
@@ -289,4 +289,4 @@ def estimate(
     if as_json:
         print_json(frame)
     else:
-        table(frame)
+        print_table(frame)

@@ -130,7 +130,7 @@ def _cut(source: str, domain: str, split: str, rows: Iterable[str]) -> list[Docu
     return [Document(f"{source}#{i}", domain, split, text) for i, text in enumerate(texts)]
 
 
-def save(corpus: Corpus, folder: Path) -> None:
+def save_corpus(corpus: Corpus, folder: Path) -> None:
     """Write documents.parquet, then manifest.json, each atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -141,7 +141,7 @@ def save(corpus: Corpus, folder: Path) -> None:
     write_json(folder / "manifest.json", {"hash": corpus.hash} | corpus.manifest)
 
 
-def load(folder: Path) -> Corpus:
+def load_corpus(folder: Path) -> Corpus:
     """Read a saved corpus; a missing or damaged folder is refused."""
     import pyarrow as pa
     import pyarrow.parquet as pq

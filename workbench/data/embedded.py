@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from workbench.data.corpus import Corpus, load, within
+from workbench.data.corpus import Corpus, load_corpus, within
 from workbench.places import SHIPPED
 
 
@@ -17,4 +17,4 @@ def embedded(max_bytes: int | None = None) -> Corpus:
 
 @lru_cache(maxsize=1)
 def _pinned(folder: Path) -> Corpus:
-    return load(folder)
+    return load_corpus(folder)

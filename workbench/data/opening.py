@@ -53,7 +53,7 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
 @lru_cache(maxsize=2)  # named by its content; tokenising it again for each checkpoint would cost more than measuring
 def _open_text(folder: Path, bos: Any) -> TextData:
     try:
-        data = TextData(corpora.load(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
+        data = TextData(corpora.load_corpus(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
     except BadData as error:
         raise BadCheckpoint(str(error)) from error
     if data.hash != folder.name:

@@ -64,7 +64,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus and its tokenizer. `folder` is where `save` put them, named by the hash."""
+    """A corpus and its tokenizer. `folder` is where `save_corpus` put them, named by the hash."""
 
     corpus: corpora.Corpus
     tokenizer: Tokenizer
@@ -116,7 +116,7 @@ class TextData:
         """Save corpus and tokenizer in `root/<hash>`, unless they are there."""
         folder = root / self.hash
         if not (folder / "data.json").exists():
-            corpora.save(self.corpus, folder)
+            corpora.save_corpus(self.corpus, folder)
             self.tokenizer.save(folder / "tokenizer.json")
             write_json(folder / "data.json", self.describe())
         return folder

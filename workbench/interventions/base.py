@@ -66,8 +66,9 @@ def intervention(
     timed: bool = False,
     version: int = 1,
     by_document: bool = False,
+    name: str | None = None,
 ) -> Callable[[Experiment], Experiment]:
-    """Register an experiment under its function's name.
+    """Register an experiment under its function's name, or a given one.
 
     `timed`: its numbers are a clock's. Timings differ between runs; the first is stored, and another machine measures again.
     `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
@@ -75,6 +76,7 @@ def intervention(
     """
 
     def register(function: Experiment) -> Experiment:
+        function.__name__ = name or function.__name__
         made = Intervention(function, unit, range, reading, source, min_length, timed, version, by_document)
         INTERVENTIONS[made.name] = made
         return function

@@ -28,11 +28,11 @@ def _lens(model: Any, x: Tensor, targets: Tensor, final: Tensor) -> dict[str, Te
 
 
 @intervention(
-    unit="nats", range=">= 0", reading="lower: the answer is readable earlier",
+    name="logit_lens", unit="nats", range=">= 0", reading="lower: the answer is readable earlier",
     source="logit lens (nostalgebraist 2020); loss, divergence from the output, rank of the next token",
 )  # fmt: skip
 @torch.no_grad()
-def logit_lens(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+def logit_lens_by_layer(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Prediction read off each stream: softmax(W_U norm(h_n)), with the model's own final norm.
 
     The loss of the next token; `kl`: divergence of the reading from the model's prediction; `rank`: tokens ahead of the
@@ -54,11 +54,11 @@ def logit_lens(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
 
 
 @intervention(
-    unit="logits", range="any", reading="higher: pushes the next token",
+    name="logit_attribution", unit="logits", range="any", reading="higher: pushes the next token",
     source="direct logit attribution with the final scale frozen; value paths as in Elhage et al. 2021",
 )  # fmt: skip
 @torch.no_grad()
-def logit_attribution(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+def logit_attribution_by_part(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Contribution per part to the next token's logit minus its contribution to the mean logit, averaged over positions.
 
     Exact: embedding, attention and MLP contributions sum to the logit (checked at each call). Attention is split further

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.console import html
+from workbench.console import notebook_html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
@@ -105,7 +105,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             "seed": self.source.get("seed"),
             "architecture": "assumed: the files do not say" if self.assumed else None,
         }  # fmt: skip
-        return html(f"{type(self).__name__}: {self.architecture}", facts)
+        return notebook_html(f"{type(self).__name__}: {self.architecture}", facts)
 
     def logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Map token ids [batch, pos] to logits [batch, pos, d_vocab]; with a cache the ids continue its tokens."""

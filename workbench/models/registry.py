@@ -312,19 +312,19 @@ def architecture(name: str) -> Architecture:
     return _together(name, constants)
 
 
-def label(name: str) -> str:
+def architecture_label(name: str) -> str:
     """Return an architecture's name in its paper, followed by the options after it; other names are returned unchanged."""
     first, space, options = name.partition(" ")
     known = all(part in ARCHITECTURES for part in first.split("+"))
     return architecture(first).label + space + options if known else name
 
 
-def colour(name: str) -> str:
+def architecture_colour(name: str) -> str:
     """Return an architecture's colour; other names get a colour from their hash."""
     return ARCHITECTURES[name].colour if name in ARCHITECTURES else _colour_of_hash(name)
 
 
-def symbol(name: str) -> str:
+def architecture_symbol(name: str) -> str:
     """Return the marker of an architecture's curves; other names get one from their hash."""
     return ARCHITECTURES[name].symbol if name in ARCHITECTURES else _symbol_of_hash(name)
 

@@ -8,11 +8,19 @@ no models.
 """
 
 from workbench.plots.beside import beside
-from workbench.plots.compare import compared, difference, timelapse
-from workbench.plots.experiments import ablation, concentration, formation_table, intervals, race, sinks, verdicts
-from workbench.plots.flow import HEADS, Strand, ValuePath, value_path
+from workbench.plots.compare import compared, difference, timelapse_figure
+from workbench.plots.experiments import (
+    ablation,
+    concentration_figure,
+    formation_table,
+    intervals,
+    race_figure,
+    sinks_figure,
+    verdicts_figure,
+)
+from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
 from workbench.plots.grids import Grid, grid_table, grids, unique
-from workbench.plots.losses import against_loss
+from workbench.plots.losses import against_loss_figure
 from workbench.plots.output import CONFIG, alt_text, paper, table
 from workbench.plots.page import html
 from workbench.plots.records import FORMS, form_of, plot
@@ -25,19 +33,20 @@ from workbench.plots.style import (
     label,
     narrow,
     ordered,
-    reading,
+    reading_direction,
     site,
     subtitle,
     symbol,
     untitled,
 )
-from workbench.plots.tokens import attention_map, attention_pair, next_tokens
-from workbench.plots.training import coefficients, gradient_map, pace, relative
+from workbench.plots.tokens import attention_map_figure, attention_pair, next_tokens_figure
+from workbench.plots.training import coefficients_figure, gradient_map, pace_figure, relative_to_baseline
 
 __all__ = [
-    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "Grid", "Strand", "ValuePath", "ablation",
-    "against_loss", "alt_text", "attention_map", "attention_pair", "beside", "coefficients", "colour", "compared",
-    "concentration", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
-    "html", "intervals", "label", "narrow", "next_tokens", "ordered", "pace", "paper", "plot", "race", "reading",
-    "relative", "sinks", "site", "subtitle", "symbol", "table", "timelapse", "unique", "untitled", "value_path", "verdicts",
+    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
+    "alt_text", "attention_map_figure", "attention_pair", "beside", "coefficients_figure", "colour", "compared",
+    "concentration_figure", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
+    "html", "intervals", "label", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "plot", "race_figure",
+    "reading_direction", "relative_to_baseline", "sinks_figure", "site", "subtitle", "symbol", "table", "timelapse_figure",
+    "unique", "untitled", "value_path", "verdicts_figure",
 ]  # fmt: skip

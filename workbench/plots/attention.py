@@ -92,7 +92,7 @@ def _bar(scale: str, low: float, high: float, says: str, x: float) -> dict[str, 
     return {"colorscale": scale, "cmin": low, "cmax": high, "colorbar": bar}
 
 
-def received(
+def received_figure(
     lines: Sequence[tuple[str, Sequence[str], np.ndarray, np.ndarray]], under: str, *, minus: bool = True
 ) -> go.Figure:
     """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis.

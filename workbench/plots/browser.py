@@ -46,7 +46,7 @@ def find_browser() -> str | None:
     return found
 
 
-def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
+def screenshot(page: Path, out: Path, *, width: int, height: int) -> Path:
     """Draw an HTML file as a PNG of width x height CSS pixels, at twice the resolution; returns `out`.
 
     Raises `WorkbenchError` where no browser is found or the one found cannot draw.
@@ -66,7 +66,7 @@ def picture(page: Path, out: Path, *, width: int, height: int) -> Path:
     return out
 
 
-def figure(page: str, out: Path, *, width: int, height: int) -> Path:
+def save_figure(page: str, out: Path, *, width: int, height: int) -> Path:
     """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
 
     Plotly draws it, so the picture is complete on a busy machine too. Raises `WorkbenchError` if there is no browser or it

@@ -64,7 +64,7 @@ def compared(
     return plot(pd.concat([*full, minus], ignore_index=True), title=title, **options)
 
 
-def timelapse(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
+def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
     """Animate figures of one kind: a slider over their labels, play and stop buttons, fixed scales.
 
     Raises `WorkbenchError` for no figures.

@@ -33,7 +33,7 @@ from workbench.statistics.intervals import confidence
 HALF_POINTS = 200  # of a curve that fills half a page
 
 
-def race(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
+def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     """Plot copy loss over training: mean and range over seeds, half of the initial loss, and each seed's crossing."""
     rows = checked(copying(frame))
     figure, legend = make_subplots(1, 1), Legend(ordered(rows["architecture"]))
@@ -140,7 +140,7 @@ PARTS = {
 """In words, and how strong a shade of the model's colour."""
 
 
-def concentration(frame: pd.DataFrame) -> go.Figure:
+def concentration_figure(frame: pd.DataFrame) -> go.Figure:
     """Plot attention concentration per layer, stacked from its three parts; uniform causal attention is 0."""
     rows = checked(frame[frame["metric"] == "concentration_parts"])
     figure, architecture = go.Figure(), str(rows["architecture"].iloc[0])
@@ -162,7 +162,7 @@ def concentration(frame: pd.DataFrame) -> go.Figure:
     return dressed(figure, "Concentration of attention", subtitle(rows, "whisker: standard error of the sum"), 300)
 
 
-def sinks(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
+def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     """Plot each head's attention to position 0 and the first token's relative value norm, per layer."""
     rows, values = checked(mass), checked(drain) if len(drain) else drain
     figure = make_subplots(
@@ -206,7 +206,7 @@ STATUSES = {
 ROW_PX = 32  # a question, which has two lines
 
 
-def verdicts(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
+def verdicts_figure(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
     """Draw claims (question, name, status) as cells of one bar per question; custom data: the claim in words and its name."""
     figure = go.Figure()
     questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in found}

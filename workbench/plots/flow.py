@@ -35,7 +35,7 @@ class Strand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValuePath:
+class DrawnPath:
     """One model's path: groups of bands, by heading, on both sides of the value."""
 
     title: str
@@ -45,7 +45,7 @@ class ValuePath:
     readers: dict[str, list[Strand]]
 
 
-def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Figure:
+def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Figure:
     """Draw paths below each other: sources at the left, the value, its readers at the right.
 
     Widths are shares of their side: sources share the value's norm, readers share the total attention. Negative bands are
@@ -70,7 +70,7 @@ def value_path(paths: Sequence[ValuePath], title: str, under: str = "") -> go.Fi
     return at_least(figure, LEAST)
 
 
-def _above(path: ValuePath, height: float) -> tuple[float, float, list[str], str]:
+def _above(path: DrawnPath, height: float) -> tuple[float, float, list[str], str]:
     """Position, text and side of the value's label, clear of all bands."""
     words, left = [f"<b>{path.centre}</b>"], _height(path.sources)
     if left > THICK + 2 * HEADING:  # strands come down from the left, too
@@ -91,7 +91,7 @@ def _height(groups: dict[str, list[Strand]]) -> float:
 
 
 def _side(
-    figure: go.Figure, path: ValuePath, groups: dict[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
+    figure: go.Figure, path: DrawnPath, groups: dict[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
 ) -> None:  # fmt: skip
     """Draw the bands of one side, spaced so that labels do not overlap, and join them to the value."""
     slots = iter(_slots(groups))

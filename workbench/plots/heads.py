@@ -17,7 +17,7 @@ WIDTH = 60
 FAINT = "rgba(128,128,128,0.35)"
 
 
-def ranking(
+def ranking_figure(
     rows: pd.DataFrame, title: str, under: str, axis: tuple[str, str], chosen: Sequence[bool] = ()
 ) -> go.Figure:
     """Draw a dot for each head, the first on top, with its standard error, its value at random init, and the baseline.
@@ -67,7 +67,7 @@ def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> N
         )  # fmt: skip
 
 
-def history(
+def history_figure(
     mine: pd.DataFrame, others: pd.DataFrame, baseline: pd.DataFrame, title: str, under: str, axis: tuple[str, str]
 ) -> go.Figure:
     """Plot one head over training steps in its architecture's colour, with the other heads of its run in grey.
@@ -100,7 +100,7 @@ def history(
     return narrow(dressed(figure, title, under, MIN_HEIGHT), WIDTH)
 
 
-def pairs(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
+def pairs_figure(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
     """Draw a stem for each token pair, as long as its attention weight. rows: key token, query token, distance, weight."""
     told = zip(rows["key token"], rows["query token"], strict=True)
     names = unique([f"{safe(key)} … {safe(query)}" for key, query in told])

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 from workbench.plots.style import axis_title, colour, dressed, label, ordered, pale, wrapped
 
 
-def against_loss(frame: pd.DataFrame) -> go.Figure:
+def against_loss_figure(frame: pd.DataFrame) -> go.Figure:
     """Plot each checkpoint as a point, one panel per quantity; a line joins the checkpoints of a run.
 
     `frame`: columns run, architecture, seed, step, loss (nats), quantity, value, unit. Models that differ only in progress

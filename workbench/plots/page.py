@@ -106,7 +106,7 @@ def folded(label: str, inside: str) -> str:
     return f"<details><summary>{markup.escape(label)}</summary>{inside}</details>"
 
 
-def numbers(frame: pd.DataFrame, label: str = "the numbers") -> str:
+def numbers_html(frame: pd.DataFrame, label: str = "the numbers") -> str:
     """A folded table with its number of rows; empty for no rows."""
     if frame.empty:
         return ""
@@ -116,6 +116,6 @@ def numbers(frame: pd.DataFrame, label: str = "the numbers") -> str:
     return folded(f"{label} ({len(shown)} rows{more})", rows)
 
 
-def facts(given: Mapping[str, str]) -> str:
+def facts_html(given: Mapping[str, str]) -> str:
     """Names and their values in two columns."""
     return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(v)}</dd>' for k, v in given.items())}</dl>"

@@ -24,7 +24,7 @@ from workbench.plots.style import (
     label,
     ordered,
     outer_titles,
-    reading,
+    reading_direction,
     site,
     subtitle,
     words,
@@ -201,7 +201,7 @@ def _map_words(frame: pd.DataFrame, panels: Sequence[Panel]) -> Iterator[str]:
     """Captions of maps: reading direction and baselines that are one number."""
     if frame["seed"].nunique() > 1:
         yield "mean over seeds"
-    yield words(reading(frame))
+    yield words(reading_direction(frame))
     white = "white: " if any(p.baseline is not None for p in panels) else ""
     for control, rows in frame[frame["control"].notna()].groupby("control"):
         if rows["value"].max() - rows["value"].min() < EQUAL:
@@ -221,7 +221,7 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
         new = kind not in first
         leads = i % columns == 0 or (new and kind not in kinds[::columns])
         where = {"row": i // columns + 1, "col": i % columns + 1}
-        title = axis_title(kind[-1], reading(panel.rows)) if leads else ""
+        title = axis_title(kind[-1], reading_direction(panel.rows)) if leads else ""
         figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
         first.setdefault(kind, "y" if i == 0 else f"y{i + 1}")
     told = []

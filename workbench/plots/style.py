@@ -83,7 +83,7 @@ def colour(architecture: str, among: Sequence[str] = ()) -> str:
         return MINUS_COLOUR
     series, _, detail = architecture.partition(DETAIL)
     name = series.split(" ")[0]
-    plain = registry.colour(name if name in registry.ARCHITECTURES else series)
+    plain = registry.architecture_colour(name if name in registry.ARCHITECTURES else series)
     if detail.startswith(("B′", WITHOUT)):
         return _lighter(plain)
     kin = _settings(architecture, among)
@@ -95,7 +95,7 @@ def symbol(architecture: str, among: Sequence[str] = ()) -> str:
     kin = _settings(architecture, among)
     if len(kin) > 1:
         return MARKS[kin.index(architecture) % len(MARKS)]
-    return registry.symbol(architecture.partition(DETAIL)[0].split(" ")[0])
+    return registry.architecture_symbol(architecture.partition(DETAIL)[0].split(" ")[0])
 
 
 def _settings(architecture: str, among: Sequence[str]) -> list[str]:
@@ -132,7 +132,7 @@ def label(architecture: str) -> str:
     """The architecture's name as its paper writes it, safe inside a figure."""
     series, _, detail = architecture.partition(DETAIL)
     tag, _, rest = detail.rpartition(": ")
-    named = registry.label(series) + (DETAIL + rest if rest else "")
+    named = registry.architecture_label(series) + (DETAIL + rest if rest else "")
     return markup.escape(f"{tag.rstrip('′')}: {named}" if tag else named)
 
 
@@ -173,7 +173,7 @@ def wrapped(text: str, width: int) -> str:
     return "<br>".join(textwrap.wrap(text, width))
 
 
-def reading(frame: pd.DataFrame) -> str:
+def reading_direction(frame: pd.DataFrame) -> str:
     """Return a metric's reading direction from its records or the registry."""
     metric = str(frame["metric"].iloc[0])
     variants = {None if pd.isna(v) else str(v) for v in frame["variant"].unique()}

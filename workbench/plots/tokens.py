@@ -30,7 +30,7 @@ def _map(pattern: Any, tokens: Sequence[str]) -> go.Heatmap:
     return go.Heatmap(z=z, x=ticks, y=ticks, coloraxis="coloraxis", hovertemplate=hover, hoverongaps=False)
 
 
-def attention_map(pattern: Any, tokens: Sequence[str], title: str = "Attention", under: str = "") -> go.Figure:
+def attention_map_figure(pattern: Any, tokens: Sequence[str], title: str = "Attention", under: str = "") -> go.Figure:
     """Draw attention [query, key] of one head on a scale from 0 to 1: queries downwards, keys to the right, the future
     blank."""
     return attention_pair([(title, pattern, tokens)], title, under)
@@ -58,7 +58,7 @@ def attention_pair(
     return figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar})
 
 
-def next_tokens(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
+def next_tokens_figure(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
     """Draw the most probable next tokens of (name, architecture, tokens, probabilities) side by side.
 
     An entry named `A − B` holds differences and gets a scale around 0.

@@ -34,7 +34,7 @@ def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, 
     axes = varying(frame, ["step", *(c for c in frame.columns if c not in ("value", "se", "step"))])
     binned = frame.assign(step=(frame["step"] // width * width).astype("Int64"))
     means = binned.groupby(axes, dropna=False, as_index=False, sort=False)[["value", "se"]].mean()
-    return alike(means, frame), width
+    return with_constants(means, frame), width
 
 
 def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     return [columns[0], *(c for c in columns[1:] if frame[c].nunique(dropna=False) > 1)]
 
 
-def alike(means: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
+def with_constants(means: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
     """Add the frame's constant columns to the means."""
     same = {c: frame[c].iloc[[0] * len(means)].set_axis(means.index) for c in frame.columns if c not in means}
     return means.assign(**same)[frame.columns]
@@ -84,7 +84,7 @@ def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
     return figure
 
 
-def relative(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame:
+def relative_to_baseline(frame: pd.DataFrame, baseline: str = "transformer") -> pd.DataFrame:
     """Subtract the baseline run of equal seed, step and data from each other run."""
     axes = ["seed", "metric", "step", "data", "T", "site", "part", "layer", "head", "position", "variant", "control"]
     axes = varying(frame, axes)
@@ -300,7 +300,7 @@ def _ticks(low: float, high: float, sign: str = "") -> dict[str, Any]:
     return {"tickvals": [float(np.log10(m)) for m in marks], "ticktext": [f"{sign}{m:g}" for m in marks]}
 
 
-def coefficients(frame: pd.DataFrame) -> go.Figure:
+def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
     """Plot learned coefficients over training: one panel per layer, one line per coefficient (mean and range over seeds)."""
     rows = checked(frame[frame["metric"] == "coefficient"])
     if rows["architecture"].nunique() > 1:
@@ -347,7 +347,7 @@ def _source(part: str) -> str:
     return "embedding" if index == "0" else f"output of block {int(index) - 1}"
 
 
-def pace(frame: pd.DataFrame) -> go.Figure:
+def pace_figure(frame: pd.DataFrame) -> go.Figure:
     """Draw each run's median tokens per second as bars with the range over seeds."""
     rows = frame[frame["metric"] == "tokens_per_second"]
     runs = rows.groupby("run", as_index=False).first()

@@ -25,7 +25,7 @@ from workbench.prompts.softmaxes import (
     LayerArrays,
     PatternArrays,
     SoftmaxArrays,
-    hook_points,
+    attention_hook_points,
     needed_points,
     recipes_of,
     softmaxes_of,
@@ -74,10 +74,10 @@ def attention_inputs(model: HookedModel, prompt: PromptLike) -> AttentionInputs:
     def reduce(layer: int, tensors: dict[str, Tensor]) -> None:
         if layer in recipes:
             layers[layer] = list[LayerArrays](softmaxes_of(recipes[layer], tensors))
-        elif hook_points(layer, ("pattern",))[0] in tensors:
+        elif attention_hook_points(layer, ("pattern",))[0] in tensors:
             layers[layer] = [PatternArrays.of(layer, tensors)]
         else:
-            q, k, lse = (tensors[name] for name in hook_points(layer, READ))
+            q, k, lse = (tensors[name] for name in attention_hook_points(layer, READ))
             layers[layer] = [SoftmaxArrays.of(Softmax(1.0, q, [k]), ["own"], lse)]
 
     by_layer(model, ids, needed_points(model, READ, ids.shape[1]), reduce)

@@ -21,7 +21,7 @@ from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.anatomy import TOLERANCE
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import by_layer, one_position, wide
+from workbench.prompts.single_pass import by_layer, float32_or_better, one_position
 from workbench.prompts.softmaxes import recipes_of
 from workbench.prompts.tokens import PromptLike, single_prompt
 from workbench.prompts.value_sources import (
@@ -152,7 +152,7 @@ class _Run:
     def reduce(self, n: int, tensors: dict[str, Tensor]) -> None:
         points = self.layers[n]
         for base, name in points.vectors.items():
-            self.vectors.setdefault(base, wide(tensors[name][0, self.at]))
+            self.vectors.setdefault(base, float32_or_better(tensors[name][0, self.at]))
         if points.mix:
             self.mixes[n] = tensors[points.mix].tolist()
         if n >= self.layer:
@@ -160,8 +160,8 @@ class _Run:
             self.dtypes[n] = tensors[points.values[n]].dtype
 
     def _reading(self, points: LayerValues, tensors: dict[str, Tensor]) -> Reading:
-        triangle = torch.linalg.qr(wide(output_matrix(self.model, points.layer)).mT, mode="r").R
-        values = {j: wide(tensors[name][0]) for j, name in points.values.items()}
+        triangle = torch.linalg.qr(float32_or_better(output_matrix(self.model, points.layer)).mT, mode="r").R
+        values = {j: float32_or_better(tensors[name][0]) for j, name in points.values.items()}
         sizes = [written(v, triangle) for v in values.values()]
         here = torch.zeros(len(values), *sizes[0].shape, device=triangle.device, dtype=sizes[0].dtype)
         here[:, self.at] = 1.0
@@ -179,7 +179,7 @@ class _Run:
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
         """Apply the layer's attention to numbers [T, head, number] by set of keys; returns [T, head, number]."""
         if points.scores[0].endswith("hook_pattern"):
-            return torch.einsum("hqk,khn->qhn", wide(tensors[points.scores[0]][0]), values[0])
+            return torch.einsum("hqk,khn->qhn", float32_or_better(tensors[points.scores[0]][0]), values[0])
         recipe = recipes_of(self.model).get(points.layer)
         if recipe is not None:
             softmaxes = recipe.softmaxes(tensors)
@@ -188,7 +188,11 @@ class _Run:
             softmaxes = [Softmax(1.0, q, [k])]
         heads = values[0].shape[1]
         many = [
-            replace(s, q=wide(s.q).to(values[0]), keys=[_repeated(wide(k), heads).to(values[0]) for k in s.keys])
+            replace(
+                s,
+                q=float32_or_better(s.q).to(values[0]),
+                keys=[_repeated(float32_or_better(k), heads).to(values[0]) for k in s.keys],
+            )
             for s in softmaxes
         ]
         return joint_attention(many, [v[None] for v in values])[0]

@@ -29,7 +29,7 @@ from workbench.prompts.softmaxes import (
     LayerArrays,
     PatternArrays,
     SoftmaxArrays,
-    hook_points,
+    attention_hook_points,
     needed_points,
     recipes_of,
     softmaxes_of,
@@ -74,7 +74,7 @@ def attention_overview(
     tables: dict[int, pd.DataFrame] = {}
 
     def reduce(layer: int, tensors: dict[str, Tensor]) -> None:
-        rot_q, rot_k, entropy, sink, null = (tensors.get(name) for name in hook_points(layer, (*READ, NULL)))
+        rot_q, rot_k, entropy, sink, null = (tensors.get(name) for name in attention_hook_points(layer, (*READ, NULL)))
         if layer in recipes and len(many := recipes[layer].softmaxes(tensors)) == len(many[0].keys) == 1:
             found = joint_statistics(many)
             entropy, sink, null = found.row_entropy, found.sink, found.null

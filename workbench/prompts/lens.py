@@ -13,7 +13,14 @@ from torch import Tensor
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import array, by_layer, chosen_positions, log_probabilities, streams, wide
+from workbench.prompts.single_pass import (
+    array,
+    by_layer,
+    chosen_positions,
+    float32_or_better,
+    log_probabilities,
+    streams,
+)
 from workbench.prompts.tokens import Prompt, PromptLike, single_prompt
 
 NONE = -1  # stands for the token that follows the last
@@ -115,7 +122,7 @@ def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
     def read(stream: Tensor | None) -> Tensor:
         instead: Any = [] if stream is None else [(names[last], lambda x, hook: stream)]
         with model.hooks(instead):
-            return wide(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
+            return float32_or_better(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
 
     output = read(None)
     if output.std() > 0 and torch.equal(read(cache[names[last]].flip(-1)), output):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.models.hooked import HookedModel
 from workbench.observing.observed_model import Observed
-from workbench.prompts.single_pass import array, by_layer, streams, wide
+from workbench.prompts.single_pass import array, by_layer, float32_or_better, streams
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 
@@ -84,7 +84,9 @@ def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dic
     result = {"effective": _norms(v)}
     if own is not None:
         here = v[0, :, : own.shape[2]]  # where other heads are another layer's
-        cosine = torch.cosine_similarity(wide(own[0].flatten(1)), wide(here.flatten(1)), dim=-1)
+        cosine = torch.cosine_similarity(
+            float32_or_better(own[0].flatten(1)), float32_or_better(here.flatten(1)), dim=-1
+        )
         result |= {"own": _norms(own), "cosine": array(cosine)}
     if first := _mixed_first(model, layer):
         name, mix, place = first
@@ -97,4 +99,4 @@ def _of_layer(model: HookedModel, layer: int, tensors: dict[str, Tensor]) -> dic
 
 def _norms(x: Tensor) -> np.ndarray:
     """[T] of a tensor [1, T, ...]."""
-    return array(wide(x[0].flatten(1)).norm(dim=-1))
+    return array(float32_or_better(x[0].flatten(1)).norm(dim=-1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from workbench.errors import BadData
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import array, by_layer, log_probabilities, one_position, wide
+from workbench.prompts.single_pass import array, by_layer, float32_or_better, log_probabilities, one_position
 from workbench.prompts.tokens import PromptLike, single_prompt
 
 
@@ -64,7 +64,7 @@ def _count(top: int, vocabulary: int) -> int:
 def _output(model: HookedModel, ids: Tensor) -> Iterable[tuple[slice, Tensor]]:
     """(positions, log-probabilities) of the whole prompt, as `log_probabilities`."""
     if not isinstance(model, Transformer):
-        return [(slice(0, ids.shape[1]), wide(model.everywhere(ids)[0]).log_softmax(-1))]
+        return [(slice(0, ids.shape[1]), float32_or_better(model.everywhere(ids)[0]).log_softmax(-1))]
     normed: list[Tensor] = []
     by_layer(model, ids, {"head": ["unembed.hook_in"]}, lambda _, tensors: normed.extend(tensors.values()))
     return log_probabilities(model, normed[0][0], normed=True)

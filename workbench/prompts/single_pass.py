@@ -84,10 +84,10 @@ def log_probabilities(model: Transformer, x: Tensor, normed: bool = False) -> It
         if not normed:
             part = F.rms_norm(part, norm.weight.shape, norm.weight, norm.eps)
         logits = F.linear(part, model.unembed.weight)
-        yield slice(start, start + len(part)), wide(logits).log_softmax(-1)
+        yield slice(start, start + len(part)), float32_or_better(logits).log_softmax(-1)
 
 
-def wide(x: Tensor) -> Tensor:
+def float32_or_better(x: Tensor) -> Tensor:
     """Float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -88,7 +88,7 @@ class PatternArrays:
     @classmethod
     def of(cls, layer: int, tensors: Mapping[str, Tensor]) -> PatternArrays:
         """Softmaxes from a layer's activations [1, head, ...] by name."""
-        pattern, null = (tensors.get(name) for name in hook_points(layer, ("pattern", NULL)))
+        pattern, null = (tensors.get(name) for name in attention_hook_points(layer, ("pattern", NULL)))
         assert pattern is not None
         return cls(pattern=array(pattern[0]), null=None if null is None else array(null[0]))
 
@@ -103,7 +103,7 @@ def recipes_of(model: HookedModel) -> dict[int, Recipe]:
     return {recipe.layer: recipe for recipe in model.recipes()}
 
 
-def hook_points(layer: int, names: Sequence[str]) -> list[str]:
+def attention_hook_points(layer: int, names: Sequence[str]) -> list[str]:
     """Hook points of a layer's attention."""
     return [f"blocks.{layer}.attn.hook_{name}" for name in names]
 
@@ -116,12 +116,15 @@ def needed_points(model: HookedModel, names: Sequence[str], T: int) -> dict[int,
     """
     recipes, needed, whole = recipes_of(model), dict[int, list[str]](), 0
     for layer in range(model.config.n_layers):
-        needed[layer] = sorted(recipes[layer].needs) if layer in recipes else hook_points(layer, names)
-        (pattern,) = hook_points(layer, ("pattern",))
+        needed[layer] = sorted(recipes[layer].needs) if layer in recipes else attention_hook_points(layer, names)
+        (pattern,) = attention_hook_points(layer, ("pattern",))
         if layer not in recipes and pattern in model.hook_dict and any(n in model.absent for n in needed[layer]):
             kept = [name for name in names if name not in ("rot_q", "rot_k", "lse")]
-            kept += [NULL] if hook_points(layer, (NULL,))[0] in model.hook_dict else []
-            needed[layer], whole = [pattern, *hook_points(layer, kept)], whole + model.config.n_heads * T * T * 4
+            kept += [NULL] if attention_hook_points(layer, (NULL,))[0] in model.hook_dict else []
+            needed[layer], whole = (
+                [pattern, *attention_hook_points(layer, kept)],
+                whole + model.config.n_heads * T * T * 4,
+            )
         if why := next((model.absent[name] for name in needed[layer] if name in model.absent), None):
             raise BadData(f"this model's attention cannot be drawn: layer {layer} is {why}")
     if whole > MOST_BYTES:

@@ -22,7 +22,7 @@ from workbench.models.joint_attention import JointAttention
 from workbench.observing.anatomy import output_map
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.value_paths import NEGLIGIBLE
-from workbench.prompts.softmaxes import hook_points
+from workbench.prompts.softmaxes import attention_hook_points
 
 Base = int | str
 """A layer, whose own projection is meant, or a table."""
@@ -111,7 +111,7 @@ def _ours(model: Any, n: int) -> LayerValues:
     wiring = attn.projections["v"]
     constant = not wiring.own_heads and not (wiring.mixer is not None and wiring.mixer.weighs_tokens)
     crossed = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
-    scores = attn.recipe().needs if isinstance(attn, JointAttention) else hook_points(n, ("rot_q", "rot_k"))
+    scores = attn.recipe().needs if isinstance(attn, JointAttention) else attention_hook_points(n, ("rot_q", "rot_k"))
     names = attn.coefficients.get("output", ())
     sources = (*wiring.mixed, n) if wiring.shared_source is None else (wiring.shared_source,)
 
@@ -154,8 +154,8 @@ def _added(shortcuts: Sequence[Any], layer: int, weights: Mapping[str, float], r
 
 def _observed(model: Any, n: int) -> LayerValues:
     stem, block = f"blocks.{n}.attn", model.blocks[n]
-    scores = [name for name in hook_points(n, ("rot_q", "rot_k")) if name in model.hook_dict]
-    scores = scores or hook_points(n, ("pattern",))
+    scores = [name for name in attention_hook_points(n, ("rot_q", "rot_k")) if name in model.hook_dict]
+    scores = scores or attention_hook_points(n, ("pattern",))
     for name in (f"{stem}.hook_v", *scores):
         if name not in model.hook_dict:
             raise BadData(

@@ -76,7 +76,7 @@ def _range(values: pd.Series) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def concentration(frame: pd.DataFrame) -> str:
+def concentration_text(frame: pd.DataFrame) -> str:
     """Return the layer with the most concentrated attention, its concentration, and the largest of the three parts."""
     rows = _finite(_at(frame, "concentration_parts"))
     whole = rows[rows["variant"].isna()]
@@ -102,7 +102,7 @@ def concentration(frame: pd.DataFrame) -> str:
     )
 
 
-def sinks(frame: pd.DataFrame) -> str:
+def sinks_text(frame: pd.DataFrame) -> str:
     """Return the number of sink heads, and whether the first token's value is drained there."""
     mass = _finite(_at(frame, "sink_mass"))
     even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])["value"]
@@ -167,7 +167,7 @@ def _deep(frame: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["layer"] >= (rows["layer"].max() + 1) / 2] if len(rows) else rows
 
 
-def token_share(frame: pd.DataFrame) -> str:
+def token_share_text(frame: pd.DataFrame) -> str:
     """Share of the variance of deep values that the token's identity explains, against init and shuffled ids."""
     found = _deep(_at(frame, "token_identity_share"))
     deep = _finite(found)
@@ -224,7 +224,7 @@ def _named_path(frame: pd.DataFrame) -> str:
     return next((a.label for a in known if a.value_path), "")
 
 
-def residual(frame: pd.DataFrame, path: str | None = None) -> str:
+def residual_text(frame: pd.DataFrame, path: str | None = None) -> str:
     """Return the arguments for and against a value residual in this model.
 
     Args:

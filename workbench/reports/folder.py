@@ -17,7 +17,7 @@ from workbench.claims.judging import Judged, chosen
 from workbench.claims.page import article
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
-from workbench.plots.page import Page, folded, heading, numbers, paragraph
+from workbench.plots.page import Page, folded, heading, numbers_html, paragraph
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
@@ -109,8 +109,8 @@ def _race(page: Page, found: list[Run], telemetry: pd.DataFrame, judged: Mapping
     note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
     page.add(
         heading("The race to induction"), article(judged[RACE]), paragraph(note),
-        page.figure(plots.race(losses), "Loss where copying works; below half of its start a run has learnt it."),
-        numbers(formation_steps(losses)),
+        page.figure(plots.race_figure(losses), "Loss where copying works; below half of its start a run has learnt it."),
+        numbers_html(formation_steps(losses)),
     )  # fmt: skip
 
 
@@ -120,28 +120,28 @@ def _values(page: Page, frame: pd.DataFrame, judged: Mapping[str, Judged]) -> No
         return
     caption = "Share of the variance of each layer's own values that the token's identity explains."
     page.add(heading("What deep values carry"), article(judged[VALUES]))
-    page.add(page.figure(plots.plot(share), caption), numbers(share))
+    page.add(page.figure(plots.plot(share), caption), numbers_html(share))
     if len(ablated := frame[frame["metric"] == "value_ablation"]):
         caption = "Validation loss when values are replaced by their mean per token, or by zero."
-        page.add(page.figure(plots.ablation(ablated), caption), numbers(ablated))
+        page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
 
 
 def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
     page.add(heading("Beside them"))
     text = telemetry[telemetry["run"].str.startswith("text")]
     for domain, rows in text[text["metric"] == "validation_loss"].groupby("data"):
-        page.add(page.figure(plots.plot(rows), f"Validation loss, {domain}."), numbers(rows))
+        page.add(page.figure(plots.plot(rows), f"Validation loss, {domain}."), numbers_html(rows))
     for metric, (caption, site) in BESIDE.items():
         rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
         rows = rows[rows["site"] == site] if site else rows
         if len(rows):
-            page.add(page.figure(plots.plot(rows, form="profile"), caption), numbers(rows))
+            page.add(page.figure(plots.plot(rows, form="profile"), caption), numbers_html(rows))
     for metric, table, draw, caption in (
         ("gradient_norm", text, plots.gradient_map, "Gradient norms by matrix and layer (table: the last step)."),
-        ("coefficient", telemetry, plots.coefficients, "Learned coefficients: DenseFormer's averages."),
+        ("coefficient", telemetry, plots.coefficients_figure, "Learned coefficients: DenseFormer's averages."),
     ):
         if len(rows := table[table["metric"] == metric]):
-            page.add(page.figure(draw(rows), caption), numbers(rows[rows["step"] == rows["step"].max()]))
+            page.add(page.figure(draw(rows), caption), numbers_html(rows[rows["step"] == rows["step"].max()]))
 
 
 def _claims(page: Page, judged: Mapping[str, Judged]) -> None:
@@ -173,4 +173,4 @@ def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict
         page.add(paragraph(marked))
     page.add(*(paragraph(f"{name} was left out: {problem}") for name, problem in problems.items()))
     page.add(paragraph("Reproduce with: make demo (or workbench demo --runs FOLDER), then workbench report."))
-    page.add(numbers(pd.DataFrame(rows), "the runs"))
+    page.add(numbers_html(pd.DataFrame(rows), "the runs"))

@@ -83,7 +83,7 @@ def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
     sections = {
         "Architecture": [*formulas(run.architecture), _settings(run.options), _settings(asdict(run.model))],
         "Training": [_data(run), "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
-        "Losses": [losses(run, step)],
+        "Losses": [losses_text(run, step)],
         "Evaluation": [evaluation(harness or run.path / HARNESS, asked=harness is not None)],
         "Use": [USE.format(name=name, run=run.name)],
         "Where it comes from": [_settings(origin | dict(run.info.get("versions") or {}))],
@@ -110,7 +110,7 @@ def formulas(name: str) -> list[str]:
     return [inspect.cleandoc(sys.modules[module].__doc__ or "") for module in modules]
 
 
-def losses(run: Run, step: int) -> str:
+def losses_text(run: Run, step: int) -> str:
     """Validation losses in nats at a step, of this seed and of the others with the same settings; "" where none were written."""
     alike = [other for other in list_runs(run.path.parent)[0] if _alike(other, run)]
     rows = pd.concat([_validated(one, step) for one in alike if one.path != run.path] + [_validated(run, step)])

@@ -23,10 +23,10 @@ from workbench import plots
 from workbench.console import Progress
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.names import ACTIVATIONS
-from workbench.plots.browser import picture
+from workbench.plots.browser import screenshot
 from workbench.plots.experiments import after_the_first
-from workbench.plots.page import Page, heading, numbers, paragraph
-from workbench.reports.diagnosis import concentration, pm, residual, sinks, token_share
+from workbench.plots.page import Page, heading, numbers_html, paragraph
+from workbench.reports.diagnosis import concentration_text, pm, residual_text, sinks_text, token_share_text
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model
 
@@ -79,7 +79,7 @@ class XRay:
         """
         page = Path(out).with_suffix(".html")
         self._page().write(page, self.command)
-        return [page, picture(page, page.with_suffix(".png"), width=WIDTH, height=HEIGHT)] if png else [page]
+        return [page, screenshot(page, page.with_suffix(".png"), width=WIDTH, height=HEIGHT)] if png else [page]
 
     def html(self) -> str:
         """The page: works offline, uploads nothing."""
@@ -90,7 +90,7 @@ class XRay:
         page.add(heading(page.title, 1), paragraph(self._measured_on(), "small"), '<div class="four">')
         for a in self.answers:
             figure = page.figure(plots.narrow(a.figure))
-            page.add(f"<section>{figure}{paragraph(a.sentence)}{numbers(a.records)}</section>")
+            page.add(f"<section>{figure}{paragraph(a.sentence)}{numbers_html(a.records)}</section>")
         page.add("</div>")
         return page
 
@@ -189,7 +189,12 @@ QUESTIONS = {
     "token_share": "How much of the deep values is only the token?",
     "residual": "Would a value residual help here?",
 }
-SENTENCES = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
+SENTENCES = {
+    "concentration": concentration_text,
+    "sinks": sinks_text,
+    "token_share": token_share_text,
+    "residual": residual_text,
+}
 
 
 READS = {"concentration": ("received",), "sinks": ("sink",), "token_share": ("own_v", "v"), "residual": ("own_v",)}
@@ -208,7 +213,7 @@ def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path:
     for name, question in QUESTIONS.items():
         rows = rows_of(name, frame)
         why = "" if _shown(name, rows) else (reasons or {}).get(name, "")
-        sentence = residual(frame, path) if name == "residual" else SENTENCES[name](frame)
+        sentence = residual_text(frame, path) if name == "residual" else SENTENCES[name](frame)
         found.append(Answer(question, sentence + why, drawn(name, rows), rows))
     return found
 
@@ -282,10 +287,10 @@ def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
 
 def _picture(name: str, rows: pd.DataFrame) -> go.Figure:
     if name == "sinks":
-        return plots.sinks(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
+        return plots.sinks_figure(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
     if name == "token_share":
         return plots.plot(rows, form="profile", title=f"Token identity share of {plots.site(rows['site'].iloc[0])}")
-    return plots.concentration(rows) if name == "concentration" else plots.ablation(rows)
+    return plots.concentration_figure(rows) if name == "concentration" else plots.ablation(rows)
 
 
 OF_VALUES = ("value_drain", "token_identity_share")
@@ -300,7 +305,7 @@ def _values(frame: pd.DataFrame) -> str:
     return "own_v" if (_own(frame) & (frame["layer"] > 0).fillna(False)).any() else "v"
 
 
-def alike(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+def comparable(frames: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
     """Records of models to be compared: of effective values alone where one of them has no own ones in deep layers."""
     own = all(_values(frame) == "own_v" for frame in frames)
     return [frame if own else frame[~_own(frame)] for frame in frames]

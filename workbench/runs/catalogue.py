@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints.identify import RUN_FILE
-from workbench.console import html
+from workbench.console import notebook_html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.runs.index import Index, IndexRow
@@ -124,7 +124,7 @@ class Catalogue:
         )
         head = "".join(f"<th>{name}</th>" for name in ("run", "model", "seed", "experiment", "steps"))
         facts = {"folder": self.folder, "runs": len(self.entries), **self.problems}
-        return html("runs", facts, f"<table><tr>{head}</tr>{rows}</table>")
+        return notebook_html("runs", facts, f"<table><tr>{head}</tr>{rows}</table>")
 
     def entry(self, name: str) -> Entry:
         """Return the run of this name; raises `UnknownName` with the nearest names."""

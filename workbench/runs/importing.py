@@ -22,7 +22,7 @@ from workbench.checkpoints.identify import (
     step_in_name,
 )
 from workbench.checkpoints.infer import Given
-from workbench.checkpoints.lora import read
+from workbench.checkpoints.lora import read_merged
 from workbench.checkpoints.opening import open_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.transformers_modules import quiet
@@ -87,7 +87,7 @@ def import_run(
             with warnings.catch_warnings():
                 for category in (ArchitectureAssumed, ObservedInstead) if first else ():  # one warning for a series
                     warnings.simplefilter("ignore", category)
-                state = read(checkpoint)
+                state = read_merged(checkpoint)
                 model = builders.observed_of(builder, state, config) if builder else open_state(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
@@ -122,7 +122,7 @@ def _facts(model: Transformer | Observed) -> dict[str, Any]:
 def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
     """Write a step: our model as always, another library's model as it saves itself, a builder's with its settings."""
     if isinstance(model, Observed) and "builder" in model.source:
-        builders.save(model, folder, **provenance)
+        builders.save_observed(model, folder, **provenance)
     elif isinstance(model, Observed):
         with quiet():
             model.foreign.save_pretrained(folder, max_shard_size="1000TB")  # one file, as in all steps
@@ -148,7 +148,7 @@ def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkp
             )
     if len(checkpoints) > 1:
         return checkpoints
-    step = read(checkpoints[0]).info.step or 0
+    step = read_merged(checkpoints[0]).info.step or 0
     return [replace(checkpoints[0], path=checkpoints[0].path.resolve(), step=step)]
 
 

@@ -28,7 +28,7 @@ from workbench.checkpoints.identify import (
     step_folder,
 )
 from workbench.config import ModelConfig, ObservedConfig, TrainConfig
-from workbench.console import html
+from workbench.console import notebook_html
 from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
 from workbench.files import digest, open_regular, read_bytes, read_json
@@ -93,7 +93,7 @@ class Run:
             "measured": ", ".join(metrics_of(self.path)),
             "folder": address_of(self.path),
         }
-        return html(f"run {self.name}", facts)
+        return notebook_html(f"run {self.name}", facts)
 
     @cached_property
     def info(self) -> dict[str, Any]:

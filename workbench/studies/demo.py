@@ -66,7 +66,9 @@ def jobs(
     once = ONCE if text else (*ONCE, "text")
     experiments = EXPERIMENTS if full or text else DEFAULT
     planned = [
-        Job(f"{experiment}-{a}-s{seed}", work, (experiment, a, seed, runs, quick, device), COST[experiment])
+        Job(
+            f"{experiment}-{a}-s{seed}", train_and_measure, (experiment, a, seed, runs, quick, device), COST[experiment]
+        )
         for experiment in experiments
         for seed in range(1 if experiment in once else seeds)
         for a in (EXPERIMENTS[experiment] if text or experiment != "text" else ONE_SEED_ON_TEXT)
@@ -75,7 +77,7 @@ def jobs(
     return sorted(planned, key=lambda job: (figures.index(job.arguments[0].partition("_")[0]), job.arguments[2]))
 
 
-def ready(job: Job) -> bool:
+def finished(job: Job) -> bool:
     """Return whether a job's model is trained with these settings and measured."""
     from workbench.runs.catalogue import DAMAGE
     from workbench.runs.records import load_records
@@ -106,7 +108,9 @@ def _measured(experiment: str) -> dict[str, str]:
     return dict.fromkeys(TEXT_METRICS, "ends") | {"value_ablation": "last"} | dict.fromkeys(SERIES_METRICS, "all")
 
 
-def work(experiment: str, architecture: str, seed: int, runs: Path, quick: bool, device: str | None) -> str:
+def train_and_measure(
+    experiment: str, architecture: str, seed: int, runs: Path, quick: bool, device: str | None
+) -> str:
     """Train and measure one model, resuming both, and return its run's name."""
     import torch
 
@@ -197,7 +201,7 @@ def run_demo(
     runs.mkdir(parents=True, exist_ok=True)
     planned = jobs(runs, seeds=seeds, quick=quick, full=full, text=text, device=device)
     status = StatusFile(runs / STATUS, planned, progress)
-    if left := [job for job in planned if not ready(job)]:
+    if left := [job for job in planned if not finished(job)]:
         for job in planned:
             if job not in left:
                 status.done(job.name, None)

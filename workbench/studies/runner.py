@@ -21,7 +21,7 @@ from workbench.runs.run import CORPORA, RUN_FILE, Run
 from workbench.statistics.censored import censored, compare_steps, formed_in
 from workbench.statistics.formation import formation_steps, sink_step
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
-from workbench.studies.study_file import OUTCOMES, Cell, Study, find_study, label, read_study
+from workbench.studies.study_file import OUTCOMES, Cell, Study, find_study, read_study, value_text
 
 QUICK_SEEDS = 2
 QUICK_RECIPE = {
@@ -215,7 +215,7 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
     rows = []
     for run in planned:
         row = {
-            "model": run.cell.model, **{axis: label(value) for axis, value in run.cell.point.items()},
+            "model": run.cell.model, **{axis: value_text(value) for axis, value in run.cell.point.items()},
             "architecture": run.cell.architecture, "seed": run.seed, "run": run.name,
             "step": math.nan, "validation_loss": math.nan, "formation_step": math.nan,
         }  # fmt: skip
@@ -248,7 +248,7 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     if study.tuned is not None:
         best = pd.concat([_best(study, group) for _, group in frame.groupby(["model", *rest], sort=False)])
         tuned = best.assign(**{study.tuned: "best"})
-        tried = list(dict.fromkeys(label(cell.point[study.tuned]) for cell in study.cells))
+        tried = list(dict.fromkeys(value_text(cell.point[study.tuned]) for cell in study.cells))
         groups = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
         for (_, group), (_, real) in zip(*groups, strict=True):
             value = real[study.tuned].iloc[0]

@@ -67,7 +67,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Model and grid point in words."""
-        return " ".join([self.model, *(f"{axis}={label(value)}" for axis, value in self.point.items())])
+        return " ".join([self.model, *(f"{axis}={value_text(value)}" for axis, value in self.point.items())])
 
     @property
     def folder(self) -> str:
@@ -165,7 +165,7 @@ def _cells(raw: Mapping[str, Any], common: Mapping[str, Mapping[str, Any]], file
             _text(f"{key} of a model", entry.get(key, ""))
         own = {s: _table(f"{s} of {entry['architecture']}", entry.get(s, {})) for s in SECTIONS}
         for chosen in _points(_axes("vary", entry.get("vary", {}))):
-            labels = [f"{axis}={label(value)}" for axis, (value, _) in chosen.items()]
+            labels = [f"{axis}={value_text(value)}" for axis, (value, _) in chosen.items()]
             name = " ".join([entry.get("name", entry["architecture"]), *labels])
             for point in _points(grid):
                 layers = [common, own, *(s for _, s in chosen.values()), *(s for _, s in point.values())]
@@ -257,7 +257,7 @@ def _list(name: str, value: Any) -> list[Any]:
     return value
 
 
-def label(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a value as text for names and tables."""
     if isinstance(value, Mapping):
         return ",".join(f"{k}={v}" for k, v in value.items())

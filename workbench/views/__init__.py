@@ -5,6 +5,6 @@
 
 from workbench.views.base import VIEWS, Drawing, drawings, view
 from workbench.views.link import PAGES, Link
-from workbench.views.source import Source, Subject, source_of
+from workbench.views.source import RunAtStep, Source, source_of
 
-__all__ = ["PAGES", "VIEWS", "Drawing", "Link", "Source", "Subject", "drawings", "source_of", "view"]
+__all__ = ["PAGES", "VIEWS", "Drawing", "Link", "RunAtStep", "Source", "drawings", "source_of", "view"]

@@ -15,7 +15,7 @@ from workbench.plots import attention as figures
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import short
-from workbench.views.source import Source, Subject
+from workbench.views.source import RunAtStep, Source
 
 SCALES = {"brightest": "up to the largest weight", "root": "square root, for small weights", "one": "from 0 to 1"}
 """The largest weight after the first query, which attends to itself alone."""
@@ -40,7 +40,7 @@ MEANS = "means over queries; normalised entropy and sink without the first query
 class Choice:
     """The options of the page, and the selected ones."""
 
-    subjects: list[Subject]
+    subjects: list[RunAtStep]
     text: str
     tokens: list[list[str]]  # of each subject
     layers: int  # that all subjects have
@@ -70,7 +70,7 @@ class Choice:
 class Seen:
     """One subject's attention: all heads and the selected one."""
 
-    subject: Subject
+    subject: RunAtStep
     tokens: list[str]
     overview: prompts.Overview
     window: prompts.Window
@@ -83,7 +83,7 @@ class Seen:
     """Weights of the query token [column], NaN for later keys; None for a B with other tokens."""
 
 
-def options(source: Source, link: Link) -> Choice:
+def attention_options(source: Source, link: Link) -> Choice:
     """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     subjects, text = source.subjects(link), source.prompt(link)
     tokens = [source.tokens(s, text) for s in subjects]
@@ -127,7 +127,7 @@ def _index(kind: str, value: int | None, count: int) -> int:
 
 def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     """Return the options and the attention patterns that the page and its figures show."""
-    choice = options(source, link)
+    choice = attention_options(source, link)
     patterns = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
         overview = _overview(source, choice.subjects, choice.text, choice.pool, i)
@@ -146,7 +146,7 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     return choice, patterns
 
 
-def _overview(source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, i: int) -> prompts.Overview:
+def _overview(source: Source, subjects: list[RunAtStep], text: str, pool: prompts.Pool, i: int) -> prompts.Overview:
     """The overview of a subject, with the finest pictures that `TILES` allows."""
     pictures = sum(s.entry.n_layers * s.entry.n_heads for s in subjects)
     fits = [b for b in BUCKETS if pictures * b * (b + 1) // 2 <= TILES]
@@ -157,7 +157,7 @@ def _overview(source: Source, subjects: list[Subject], text: str, pool: prompts.
 
 
 def _most_concentrated(
-    source: Source, subjects: list[Subject], text: str, pool: prompts.Pool, there: tuple[range, range],
+    source: Source, subjects: list[RunAtStep], text: str, pool: prompts.Pool, there: tuple[range, range],
     asked: tuple[int | None, int | None],
 ) -> tuple[int, int]:  # fmt: skip
     """The head with the least entropy in the prompt, of the layer or head that is asked for; of equal ones the weaker sink.
@@ -175,7 +175,7 @@ def _most_concentrated(
     return int(heads["layer"].iloc[0]), int(heads["head"].iloc[0])
 
 
-def _branches(source: Source, subject: Subject, text: str, layer: int) -> list[str]:
+def _branches(source: Source, subject: RunAtStep, text: str, layer: int) -> list[str]:
     return source.derive(prompts.AttentionInputs.branches, prompts.attention_inputs, subject, text, layer)
 
 
@@ -303,7 +303,9 @@ def received(source: Source, link: Link) -> Drawing:
     """Attention that each token receives from itself and all later ones, beside uniform attention."""
     choice, patterns = seen(source, link)
     lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in patterns]
-    figure = figures.received(lines, f"layer {choice.layer}, head {choice.head}; all queries", minus=choice.alike)
+    figure = figures.received_figure(
+        lines, f"layer {choice.layer}, head {choice.head}; all queries", minus=choice.alike
+    )
     names = ("key", "received, queries", f"{UNIFORM}, queries")
     table = [
         pd.DataFrame(dict(zip(names, line[1:], strict=True))).assign(model=s.subject.title)
@@ -315,7 +317,7 @@ def received(source: Source, link: Link) -> Drawing:
 @view("attention")
 def query(source: Source, link: Link) -> Drawing:
     """Attention of one query: the selected one, else the last of the window."""
-    link = link if link.text("lock") is not None else link.but(lock=options(source, link).queries[1])
+    link = link if link.text("lock") is not None else link.but(lock=attention_options(source, link).queries[1])
     choice, patterns = seen(source, link)
     held = [(s, s.row) for s in patterns if s.row is not None]
     bars = [(s.subject.series, cells(s.window.keys, s.tokens), row) for s, row in held]

@@ -36,12 +36,12 @@ View = Callable[["Source", Link], Drawing]
 VIEWS: dict[str, dict[str, View]] = {}
 
 
-def view(page: str) -> Callable[[View], View]:
-    """Register a view under its page and its function's name; a name may be used once."""
+def view(page: str, named: str | None = None) -> Callable[[View], View]:
+    """Register a view under its page and its function's name, or the one that links have; a name may be used once."""
 
     def register(function: View) -> View:
         of_page = VIEWS.setdefault(page, {})
-        name = function.__name__
+        function.__name__ = name = named or function.__name__
         if name in of_page and of_page[name].__module__ != function.__module__:
             raise UnknownName(f"second view of page {page}", name, of_page)
         of_page[name] = function
@@ -92,7 +92,7 @@ def timelapse(
     first = made[0][1].table
     if all(d.table.equals(first) for _, d in made):
         raise WorkbenchError("the figure is equal at every checkpoint of model A, so there is nothing to play")
-    figure = plots.timelapse([(label, drawing.figure) for label, drawing in made])
+    figure = plots.timelapse_figure([(label, drawing.figure) for label, drawing in made])
     table = pd.concat([d.table.assign(frame=label) for label, d in made], ignore_index=True)
     notes = [f"B stays at step {still}."] if still is not None and not along else []
     if left:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import WorkbenchError
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.plots import documents as drawn
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
@@ -19,7 +19,7 @@ from workbench.runs.run import Run
 from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
-from workbench.views.source import LETTERS, Source, Subject
+from workbench.views.source import LETTERS, RunAtStep, Source
 
 FORMS = {
     "auto": "automatic", "profile": "lines over layers", "positions": "map: layer by position", "heads": "map: layer by head",
@@ -58,7 +58,7 @@ class DepthOptions(Measure):
         return self.form in MAPS or (self.form == "auto" and not {*MAPS}.isdisjoint(self.forms))
 
 
-def options(source: Source, link: Link) -> DepthOptions:
+def depth_options(source: Source, link: Link) -> DepthOptions:
     """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     metrics = sorted({m for e in runs for m in e.measured})
@@ -96,14 +96,14 @@ def about(metric: str) -> str:
 @view("depth")
 def layers(source: Source, link: Link) -> Drawing:
     """The measure over layers (or heads, positions, steps), with its value at random init and under its baseline."""
-    selected, compare = options(source, link), link.on("compare")
+    selected, compare = depth_options(source, link), link.on("compare")
     form = None if selected.form == "auto" else selected.form
     parts, sentences = _parts(source, link, selected, form), list[str]()
     subjects = source.subjects(link) if compare else []
     more_seeds = _more_seeds(source, selected, subjects, form) if compare else []
     if not more_seeds and len({s.entry.architecture for s in subjects}) > 1:
         sentences.append(f"{ONE_SEED}.")
-    if absent := [label(name) for name, part in parts.items() if part.empty]:
+    if absent := [architecture_label(name) for name, part in parts.items() if part.empty]:
         sentences.append(f"No records of {', '.join(absent)}.")
     stored = [part for part in parts.values() if len(part)] or list(parts.values())[:1]
     relative = link.on("depth") and (form or plots.form_of(pd.concat(stored))) == "profile"
@@ -127,7 +127,7 @@ def layers(source: Source, link: Link) -> Drawing:
 @view("depth")
 def course(source: Source, link: Link) -> Drawing:
     """The measure over training: the link's layer, else the mean over layers."""
-    selected, layer = options(source, link), link.whole("layer")
+    selected, layer = depth_options(source, link), link.whole("layer")
     if not selected.has_course:
         raise WorkbenchError("this measure has no course over training: one step only, or an axis without a mean")
     rows = pd.concat(_parts(source, link, selected, "steps").values(), ignore_index=True)
@@ -151,7 +151,7 @@ def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None)
 
 
 def _more_seeds(
-    source: Source, selected: DepthOptions, subjects: Sequence[Subject], form: str | None
+    source: Source, selected: DepthOptions, subjects: Sequence[RunAtStep], form: str | None
 ) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
     """Records of A's and B's models under every further common seed; empty if A and B differ in seed."""
     a, b = subjects
@@ -174,7 +174,7 @@ def _more_seeds(
     return pairs
 
 
-def _of(rows: pd.DataFrame, subject: Subject, form: str | None) -> pd.DataFrame:
+def _of(rows: pd.DataFrame, subject: RunAtStep, form: str | None) -> pd.DataFrame:
     own = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
     return one_sample(_at(own, subject.step, form)) if len(own) else own
 
@@ -233,7 +233,7 @@ def number_behind(source: Source, link: Link) -> Behind:
 
     Without them the last layer, and all heads. Raises `WorkbenchError` if no values of single documents are stored.
     """
-    selected, asked = options(source, link), link.text("a")
+    selected, asked = depth_options(source, link), link.text("a")
     runs = source.chosen(link) if asked is None else [source.catalogue().entry(asked)]
     entry = next((e for e in runs if selected.rows["run"].eq(e.name).any()), None)
     name = selected.metric.replace("_", " ")
@@ -274,7 +274,7 @@ def behind(source: Source, link: Link) -> Drawing:
     """The documents with the largest effect on a number of model A, with their distance from the mean and first words."""
     if not link.on("behind"):
         raise WorkbenchError("drawn with behind=1")
-    number, selected = number_behind(source, link), options(source, link)
+    number, selected = number_behind(source, link), depth_options(source, link)
     values = number.values
     pull = (values - values.mean()) / len(values)
     top = pull.abs().sort_values(ascending=False, kind="stable").head(MOST).index
@@ -287,13 +287,13 @@ def behind(source: Source, link: Link) -> Drawing:
     ).assign(run=number.entry.name, step=number.step, layer=number.layer, head=number.head, unit=number.unit)
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
     under = (
-        f"{label(number.entry.series)}, seed {number.entry.seed}, step {number.step}; the {len(table)} of {len(values)} documents "
-        "furthest from the mean (dotted)"
+        f"{architecture_label(number.entry.series)}, seed {number.entry.seed}, step {number.step}; the {len(table)} of "
+        f"{len(values)} documents furthest from the mean (dotted)"
     )
     own = selected.rows[selected.rows["run"] == number.entry.name]
     figure = drawn.documents(
         table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: documents", under,
-        (number.unit, plots.reading(own)),
+        (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
     sentence = f"Mean {values.mean():.4g}; without these {len(table)} documents {without:.4g}."
@@ -318,7 +318,7 @@ def _texts(source: Source, number: Behind) -> dict[int, str]:
         tokenizer = run.tokenizer
         return {} if tokenizer is None else {n: str(tokenizer.decode(ids[:OPENING])) for n, ids in rows.items()}
     step, letters = number.step if number.step in entry.steps else entry.steps[-1], LETTERS.get(entry.kind, 0)
-    model = source.model(Subject(entry, step))
+    model = source.model(RunAtStep(entry, step))
     return {
         n: prompts.excerpt(model, ids, min(OPENING, len(ids) - 1), 0, letters=letters).text for n, ids in rows.items()
     }

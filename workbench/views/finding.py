@@ -18,7 +18,7 @@ from workbench import plots
 from workbench.claims.verdict import Verdict, interval_table, judge_differences
 from workbench.errors import WorkbenchError
 from workbench.files import digest
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.censored import censored, compare_steps
@@ -180,12 +180,14 @@ def headline(result: Finding) -> str:
         return f"Unresolved: {have} per model, and a verdict needs {MIN_SEEDS}."
     decided = [name for name, verdict in result.verdicts.items() if verdict.status != "unresolved"]
     if not decided:
-        who = f"none of {many} models" if many > 1 else f"{label(next(iter(result.intervals)))} not clearly"
+        who = (
+            f"none of {many} models" if many > 1 else f"{architecture_label(next(iter(result.intervals)))} not clearly"
+        )
         clearly = "clearly " if many > 1 else ""
         return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {clearly}{outcome.less} or {outcome.more} than the Transformer."
     first, others = decided[0], decided[1:NAMED]
-    parts = [f"{label(first)} {outcome.verb} {_amount(result, first)} than the Transformer"]
-    parts += [f"{label(name)} {_amount(result, name, after=result.intervals[first])}" for name in others]
+    parts = [f"{architecture_label(first)} {outcome.verb} {_amount(result, first)} than the Transformer"]
+    parts += [f"{architecture_label(name)} {_amount(result, name, after=result.intervals[first])}" for name in others]
     rest = [f"{len(decided) - NAMED} more decided"] if len(decided) > NAMED else []
     rest += [f"{many - len(decided)} unresolved"] if many > len(decided) else []
     sentence = f"{', '.join(parts)}{'; ' if rest else ''}{', '.join(rest)}."
@@ -194,7 +196,7 @@ def headline(result: Finding) -> str:
 
 
 def _never(result: Finding) -> str:
-    return ", ".join(f"{label(name)} {count} runs" for name, count in result.never.items())
+    return ", ".join(f"{architecture_label(name)} {count} runs" for name, count in result.never.items())
 
 
 def _amount(result: Finding, name: str, after: Interval | None = None) -> str:
@@ -244,7 +246,7 @@ def finding_curves(source: Source, link: Link) -> Drawing:
     """Loss of every model of the main result's experiment over training."""
     check_part(link, "finding")
     result = finding(source, link)
-    curves = training.copy_loss if result.outcome is COPYING else training.loss
+    curves = training.copy_loss if result.outcome is COPYING else training.validation_loss
     drawing = curves(source, Link("training", {"set": result.group}))
     return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
 
@@ -254,7 +256,10 @@ def finding_differences(source: Source, link: Link) -> Drawing:
     """Difference of every model from the Transformer, with confidence intervals over seeds."""
     check_part(link, "finding")
     result = finding(source, link)
-    names = {n: f"{label(n)}, {result.never[n]} never" if n in result.never else label(n) for n in result.intervals}
+    names = {
+        n: f"{architecture_label(n)}, {result.never[n]} never" if n in result.never else architecture_label(n)
+        for n in result.intervals
+    }
     table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
     verdicts = [
         "unresolved" if verdict.status == "unresolved" else _direction(result.intervals[name], result.outcome)

@@ -12,7 +12,7 @@ from workbench.errors import WorkbenchError
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import own_positions, path_in_words, position, quoted
-from workbench.views.source import Source, Subject
+from workbench.views.source import RunAtStep, Source
 
 MOST = 8
 """Strands of a group that are drawn; the smaller ones are drawn as one."""
@@ -31,7 +31,7 @@ def follow(source: Source, link: Link) -> Drawing:
     asked = link.whole("layer")
     layer = default_layer(source.subjects(link)[0]) if asked is None else asked
     subjects, left_out = own_positions(source, link)
-    sentences, paths, tables = [left_out] if left_out else [], list[plots.ValuePath](), list[pd.DataFrame]()
+    sentences, paths, tables = [left_out] if left_out else [], list[plots.DrawnPath](), list[pd.DataFrame]()
     for subject, own in subjects:
         try:
             flow = source.query(prompts.value_flow, subject, source.prompt(link), position=own, layer=layer)
@@ -51,7 +51,7 @@ def follow(source: Source, link: Link) -> Drawing:
     return Drawing(figure, pd.concat(tables, ignore_index=True)[COLUMNS], " ".join(sentences))
 
 
-def default_layer(subject: Subject) -> int:
+def default_layer(subject: RunAtStep) -> int:
     """The first layer that may mix values."""
     return min(1, subject.entry.n_layers - 1)
 
@@ -59,7 +59,7 @@ def default_layer(subject: Subject) -> int:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _table(subject: Subject, flow: prompts.ValueFlow) -> pd.DataFrame:
+def _table(subject: RunAtStep, flow: prompts.ValueFlow) -> pd.DataFrame:
     """All numbers as rows; a source's `amount` is its projection and its `total` the value's norm."""
     parts = flow.parts.rename(columns={"projection": "amount"}).assign(
         kind="source", layer=flow.layer, total=flow.norm, even=float("nan")
@@ -109,7 +109,7 @@ def number(x: float) -> str:
     return f"{x:.3g}" if abs(x) >= 100 or not x else f"{x:#.3g}"
 
 
-def _sentence(subject: Subject, flow: prompts.ValueFlow) -> str:
+def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
     sources = ", ".join(
         f"{path_in_words(p)} {number(x)} ({s:.1%})"
         for p, x, s in _sources(flow).itertuples(index=False)
@@ -150,7 +150,7 @@ def _sentence(subject: Subject, flow: prompts.ValueFlow) -> str:
 # ---- the figure ------------------------------------------------------------------------------------------------------
 
 
-def _path(subject: Subject, flow: prompts.ValueFlow) -> plots.ValuePath:
+def _path(subject: RunAtStep, flow: prompts.ValueFlow) -> plots.DrawnPath:
     own, others = plots.colour(subject.series), plots.colour(plots.MINUS)
     heads, later = _groups(flow)
     sources = []
@@ -179,7 +179,7 @@ def _path(subject: Subject, flow: prompts.ValueFlow) -> plots.ValuePath:
         here.append(plots.Strand(name="beside attention", size=row["amount"], says=_amount(row), colour=plots.GREY))
     readers[f"read in layer {flow.layer}; % of its readers' input"] = here
     token = quoted(flow.tokens[flow.position])
-    return plots.ValuePath(
+    return plots.DrawnPath(
         title=subject.title, centre=f"{token}, layer {flow.layer}: norm {number(flow.norm)}", colour=own,
         sources={"sources": sources}, readers=readers,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.plots import heads as figures
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
@@ -22,7 +22,7 @@ from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, select, unmeasured
 from workbench.views.positions import short
-from workbench.views.source import LETTERS, Source, Subject
+from workbench.views.source import LETTERS, RunAtStep, Source
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
 """Default measures, the first that is stored; number of heads in the figure."""
@@ -59,13 +59,13 @@ class RunHead:
 
 def run_name(entry: Entry) -> str:
     """`ResFormer s0`; an imported run's own name."""
-    return entry.name if entry.imported else f"{label(entry.series)} s{entry.seed}"
+    return entry.name if entry.imported else f"{architecture_label(entry.series)} s{entry.seed}"
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
 
-def options(source: Source, link: Link) -> HeadOptions:
+def head_options(source: Source, link: Link) -> HeadOptions:
     """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     runs = _runs(source, link)
     metrics = source.keep(("heads", tuple((e.path, e.stamp) for e in runs)), lambda: _metrics(source, runs))
@@ -76,7 +76,7 @@ def options(source: Source, link: Link) -> HeadOptions:
     rows = source.records(runs, [metric])
     measure = select(link, metrics, metric, rows, rows[of_heads(rows)])
     rows = measure.rows[of_heads(measure.rows) | measure.rows["control"].notna()]
-    end = link.choice("end", ENDS, "lowest" if plots.reading(rows).startswith("lower") else "highest")
+    end = link.choice("end", ENDS, "lowest" if plots.reading_direction(rows).startswith("lower") else "highest")
     return HeadOptions(**vars(replace(measure, rows=rows)), end=end)
 
 
@@ -125,7 +125,7 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
     The columns of records, and: rank (from 1), name, tag (A or B if two are compared), init (value at step 0), baseline, baseline_of
     (name of the baseline). Raises `WorkbenchError` if nothing is stored at the selected steps.
     """
-    selected = selected or options(source, link)
+    selected = selected or head_options(source, link)
     asked = tuple((key, link.text(key)) for key in ("set", "models", "compare", "a", "b", "step", "step_b"))
     runs = tuple((e.path, e.stamp) for e in _runs(source, link))
     key = "ranked", runs, asked, selected.metric, selected.site, selected.variant, selected.end
@@ -182,7 +182,7 @@ def _at(rows: pd.DataFrame, step: int | None, *, strict: bool = False) -> pd.Dat
 @view("heads")
 def ranking(source: Source, link: Link) -> Drawing:
     """The heads of all models with the highest or lowest values of a stored measure, beside random init and the baseline."""
-    selected = options(source, link)
+    selected = head_options(source, link)
     table = ranked(source, link, selected)
     top = table.head(TOP)
     bold = is_picked(top, head_of(source, link, table))
@@ -191,10 +191,10 @@ def ranking(source: Source, link: Link) -> Drawing:
     of = f" {TOP} of {len(table)} heads" if len(table) > TOP else ""
     spread = "bars: ± standard error over documents" if top["se"].notna().any() else ""
     under = plots.subtitle(table, when, spread, "bold: the selected head" if bold.any() else "")
-    axis = str(table["unit"].iloc[0]), plots.reading(table)
+    axis = str(table["unit"].iloc[0]), plots.reading_direction(table)
     title = f"{_words(selected).capitalize()}: {selected.end}{of}"
     return Drawing(
-        figures.ranking(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected)
+        figures.ranking_figure(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected)
     )
 
 
@@ -256,7 +256,7 @@ def is_picked(table: pd.DataFrame, picked: RunHead) -> pd.Series:
 @view("heads")
 def history(source: Source, link: Link) -> Drawing:
     """The selected head over training (bold), the other heads of its run (thin), and the measure's baseline (dotted)."""
-    selected, picked = options(source, link), head_of(source, link)
+    selected, picked = head_options(source, link), head_of(source, link)
     rows = selected.rows[selected.rows["run"] == picked.entry.name]
     rows = one_sample(rows.assign(step=rows["step"].fillna(0)))
     heads = rows[of_heads(rows)].sort_values(["step", "layer", "head"], kind="stable")
@@ -267,9 +267,9 @@ def history(source: Source, link: Link) -> Drawing:
     control = rows[_baselines(rows) & (rows["layer"] == picked.layer)]
     means = control.groupby(["control", "step"], as_index=False)["value"].mean()
     means = means.assign(control=means["control"].str.replace("_", " "))
-    axis = str(own["unit"].iloc[0]), plots.reading(own)
+    axis = str(own["unit"].iloc[0]), plots.reading_direction(own)
     under = plots.subtitle(own, "bars: ± standard error over documents" if own["se"].notna().any() else "")
-    figure = figures.history(own, others, means, f"{picked.name}: {_words(selected)} over training", under, axis)
+    figure = figures.history_figure(own, others, means, f"{picked.name}: {_words(selected)} over training", under, axis)
     table = pd.concat([own.assign(chosen=True), others.assign(chosen=False), rows[rows["control"].notna()]])
     first, last = own.iloc[0], own.iloc[-1]
     if len(own) == 1:
@@ -305,20 +305,22 @@ def passages(source: Source, link: Link) -> Drawing:
         f"Largest weight: {first['weight']:.2f} from “{first['query token']}” (token {first['query']}) to “{first['key token']}” "
         f"(token {first['key']}, {first['distance']} back); smallest shown: {table['weight'].iloc[-1]:.2f}."
     )
-    figure = figures.pairs(drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under)
+    figure = figures.pairs_figure(
+        drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under
+    )
     return Drawing(figure, table, sentence)
 
 
-def _with_weights(picked: RunHead) -> Subject:
+def _with_weights(picked: RunHead) -> RunAtStep:
     """The head's run at a step with weights."""
     steps = picked.entry.steps
     if not steps:
         why = "is shipped without weights" if picked.entry.shipped else "has no checkpoint"
         raise WorkbenchError(f"{run_name(picked.entry)} {why}, so it cannot read text; its measures are in the ranking")
-    return Subject(picked.entry, max((n for n in steps if picked.step is None or n <= picked.step), default=steps[0]))
+    return RunAtStep(picked.entry, max((n for n in steps if picked.step is None or n <= picked.step), default=steps[0]))
 
 
-def _sharpest(source: Source, subject: Subject) -> tuple[np.ndarray, pd.DataFrame]:
+def _sharpest(source: Source, subject: RunAtStep) -> tuple[np.ndarray, pd.DataFrame]:
     """Ids [document, pos] of the run's validation data, and every head's largest weight in each document."""
     entry = subject.entry
     if entry.imported:

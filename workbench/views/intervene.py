@@ -18,13 +18,13 @@ from workbench.plots.style import BARS, at_least, pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import cell_names, quoted
-from workbench.views.source import Source, Subject, read_alike
+from workbench.views.source import RunAtStep, Source, read_alike
 
 if TYPE_CHECKING:
     from workbench.interventions import Edit
 
 T = TypeVar("T")
-Answers = tuple[list[tuple[Subject, T]], list[str]]
+Answers = tuple[list[tuple[RunAtStep, T]], list[str]]
 KIND = "values:how=zero"
 """The kind of edit that boxes begin with; a link without edits edits nothing."""
 LEAKS = "later tokens leak in, so a loss can also fall"
@@ -113,9 +113,9 @@ def _words(text: str) -> str:
 # ---- answers of A and B ----------------------------------------------------------------------------------------------
 
 
-def _answers(source: Source, link: Link, question: Callable[[Subject], T]) -> Answers[T]:
+def _answers(source: Source, link: Link, question: Callable[[RunAtStep], T]) -> Answers[T]:
     """The answers of A and B, and why one of them has none; raises if neither has."""
-    answers, refused = list[tuple[Subject, T]](), list[str]()
+    answers, refused = list[tuple[RunAtStep, T]](), list[str]()
     subjects = source.subjects(link)
     for subject in subjects:
         try:
@@ -127,7 +127,7 @@ def _answers(source: Source, link: Link, question: Callable[[Subject], T]) -> An
     return answers, refused
 
 
-def _alone(answers: Sequence[tuple[Subject, Any]]) -> str:
+def _alone(answers: Sequence[tuple[RunAtStep, Any]]) -> str:
     """The name of a single model, which no legend gives."""
     return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import read_json, writable, write_json
-from workbench.plots.page import Page, heading, numbers, paragraph
+from workbench.plots.page import Page, heading, numbers_html, paragraph
 from workbench.views.base import Drawing, views_of
 from workbench.views.link import Link
 from workbench.views.source import Source
@@ -96,7 +96,7 @@ def as_html(source: Source, kept: Sequence[Pin]) -> str:
         if isinstance(drawing, str):
             page.add(paragraph(f"Not drawn: {drawing}", "small"))
         else:
-            page.add(page.figure(drawing.figure), paragraph(drawing.sentence), numbers(drawing.table))
+            page.add(page.figure(drawing.figure), paragraph(drawing.sentence), numbers_html(drawing.table))
         page.add(paragraph(f"{pin.kept}: {_command(pin)}", "small"))
     return page.html()
 

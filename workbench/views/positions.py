@@ -9,7 +9,7 @@ import numpy as np
 from workbench.errors import BadData
 from workbench.plots.grids import safe
 from workbench.views.link import Link
-from workbench.views.source import Source, Subject
+from workbench.views.source import RunAtStep, Source
 
 
 def position(source: Source, link: Link) -> tuple[int, list[str]]:
@@ -21,7 +21,7 @@ def position(source: Source, link: Link) -> tuple[int, list[str]]:
     return at, tokens
 
 
-def own_position(source: Source, link: Link, subject: Subject) -> int | None:
+def own_position(source: Source, link: Link, subject: RunAtStep) -> int | None:
     """The position in a subject's own tokens that ends where A's position ends in the text; None if no token ends there."""
     at, tokens = position(source, link)
     own = source.tokens(subject, source.prompt(link))
@@ -32,7 +32,7 @@ def own_position(source: Source, link: Link, subject: Subject) -> int | None:
     return match if "".join(own[: match + 1]) == text else None
 
 
-def own_positions(source: Source, link: Link) -> tuple[list[tuple[Subject, int]], str]:
+def own_positions(source: Source, link: Link) -> tuple[list[tuple[RunAtStep, int]], str]:
     """Subjects with their positions, and a sentence about a subject that is left out."""
     positions = [(s, own_position(source, link, s)) for s in source.subjects(link)]
     left_out = [f"{s.title} is left out: none of its tokens ends where A's does." for s, at in positions if at is None]

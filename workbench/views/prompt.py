@@ -18,7 +18,7 @@ from workbench.views import follow  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import cell_names, own_position, own_positions, path_in_words, position, quoted
-from workbench.views.source import Source, Subject, read_alike
+from workbench.views.source import RunAtStep, Source, read_alike
 
 WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
 """Most positions of a map, and of a map with a word in each cell; tokens to choose from and tokens drawn."""
@@ -38,7 +38,7 @@ VALUES = {
 SITES = {"stream": "residual stream", "own_v": "own values", "v": "effective values"}
 
 
-def _window(source: Source, link: Link, subject: Subject, most: int) -> tuple[int, int]:
+def _window(source: Source, link: Link, subject: RunAtStep, most: int) -> tuple[int, int]:
     """First and last + 1 of at most so many positions around the selected one."""
     at, length = own_position(source, link, subject), len(source.tokens(subject, source.prompt(link)))
     if at is None:
@@ -52,7 +52,7 @@ def _map(
     link: Link,
     title: str,
     about: str,
-    grid_of: Callable[[Subject, slice], plots.Grid],
+    grid_of: Callable[[RunAtStep, slice], plots.Grid],
     most: int = WINDOW,
 ) -> Drawing:
     """A map over layers and tokens for each subject; of a long prompt the positions around the selected one."""
@@ -94,7 +94,7 @@ def lens(source: Source, link: Link) -> Drawing:
     words, unit, span, about = LENS[quantity]
     text = source.prompt(link)
 
-    def grid_of(subject: Subject, window: slice) -> plots.Grid:
+    def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
         result = source.query(prompts.logit_lens, subject, text, top=5, positions=window)
         texts = np.array([[cell[0] for cell in row] for row in result.top_tokens], dtype=object)
         return _grid(getattr(result, quantity), result.tokens, window.start, unit, span, stream=True, texts=texts)
@@ -109,7 +109,7 @@ def values(source: Source, link: Link) -> Drawing:
     title, unit, span, about = VALUES[kind]
     text = source.prompt(link)
 
-    def grid_of(subject: Subject, window: slice) -> plots.Grid:
+    def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
         result = source.query(prompts.value_norms, subject, text)
         array, tokens = getattr(result, kind)[:, window], result.tokens[window]
         return _grid(array, tokens, window.start, unit, span, stream=kind == "stream")
@@ -123,7 +123,7 @@ def identity(source: Source, link: Link) -> Drawing:
     site = {"own": "own_v", "stream": "stream"}.get(link.choice("site", VALUES), "v")
     text, chance = source.prompt(link), []
 
-    def grid_of(subject: Subject, window: slice) -> plots.Grid:
+    def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
         result = source.query(prompts.token_identity, subject, text, sites=(site,), positions=window)
         chance.append(f"{result.chance:.3g}")
         array = result.reciprocal_rank[site]
@@ -157,7 +157,7 @@ def predictions(source: Source, link: Link) -> Drawing:
     if alike:
         minus = frames[0]["probability"] - frames[1]["probability"]
         frames.append(frames[0].assign(model=plots.MINUS, series=plots.MINUS, probability=minus))
-    figure = plots.next_tokens(
+    figure = plots.next_tokens_figure(
         [(*f[["model", "series"]].iloc[0], f["token"].tolist(), f["probability"].tolist()) for f in frames]
     )
     figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text")
@@ -218,7 +218,7 @@ def attribution(source: Source, link: Link) -> Drawing:
     at, tokens = position(source, link)
     token, against = target(source, link), link.whole("against")
     layer, head = link.whole("layer"), link.whole("head")
-    results: list[tuple[Subject, Any, pd.DataFrame]] = []
+    results: list[tuple[RunAtStep, Any, pd.DataFrame]] = []
     subjects, left_out = own_positions(source, link)
     sentences = [left_out] if left_out else []
     for subject, own in subjects:

@@ -20,7 +20,7 @@ from workbench.claims.all_verdicts import Verdicts, judge_all
 from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import read_bytes
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.places import SHIPPED
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
@@ -51,7 +51,7 @@ EVIDENCE, MODELS = SHIPPED / "evidence", SHIPPED / "models"
 
 
 @dataclass(frozen=True)
-class Subject:
+class RunAtStep:
     """A run at a step."""
 
     entry: Entry
@@ -67,7 +67,7 @@ class Subject:
     @property
     def name(self) -> str:
         """`ResFormer · s0, step 300`."""
-        return f"{label(self.entry.series)}{DETAIL}s{self.entry.seed}, step {self.step}"
+        return f"{architecture_label(self.entry.series)}{DETAIL}s{self.entry.seed}, step {self.step}"
 
     @property
     def series(self) -> str:
@@ -177,18 +177,18 @@ class Source:
                 raise UnknownName("model", name, {e.series for e in runs})
         return [e for e in runs if e.series in names]
 
-    def subjects(self, link: Link) -> list[Subject]:
+    def subjects(self, link: Link) -> list[RunAtStep]:
         """Return model A, and B if the link compares; raises `WorkbenchError` without a checkpoint."""
         a = self._run(link, "a", PREFERRED[0])
         step = self._step(a, link.whole("step"))
         if not link.on("compare"):
-            return [Subject(a, step)]
+            return [RunAtStep(a, step)]
         b = self._run(link, "b", PREFERRED[1])
         asked = link.whole("step_b")
         if asked is None:  # B follows A's step if it has that checkpoint
             asked = step if step in b.steps else None
         alike = a.architecture == b.architecture
-        return [Subject(a, step, "A", alike), Subject(b, self._step(b, asked), "B", alike)]
+        return [RunAtStep(a, step, "A", alike), RunAtStep(b, self._step(b, asked), "B", alike)]
 
     def _run(self, link: Link, key: str, architecture: str) -> Entry:
         asked = link.text(key)
@@ -240,12 +240,12 @@ class Source:
         """Return the verdict of every claim from the stored records of runs."""
         return self.cache.judge(Path(self.catalogue().folder), entries, self.progress)
 
-    def model(self, subject: Subject) -> HookedModel:
+    def model(self, subject: RunAtStep) -> HookedModel:
         """Return a subject's model."""
         return self.cache.get("model", checkpoint_key(subject), lambda: _opened(subject.entry.path, subject.step))
 
     def query(
-        self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: Subject, text: str | None, /,
+        self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: RunAtStep, text: str | None, /,
         *args: P.args, **kwargs: P.kwargs,
     ) -> R:  # fmt: skip
         """Call a function of `workbench.prompts` with a subject's model and a prompt.
@@ -264,7 +264,7 @@ class Source:
 
     def derive(
         self, function: Callable[Concatenate[B, P], R], base: Callable[[HookedModel, prompts.Prompt], B],
-        subject: Subject, text: str | None, /, *args: P.args, **kwargs: P.kwargs,
+        subject: RunAtStep, text: str | None, /, *args: P.args, **kwargs: P.kwargs,
     ) -> R:  # fmt: skip
         """Call a function with the activations that `base` reads; the model runs once for many answers."""
         read = (_name(base), checkpoint_key(subject), text)
@@ -274,13 +274,13 @@ class Source:
 
         return self.cache.get("answer", (_name(function), read, args, kwargs), compute)
 
-    def _ask(self, function: Callable[..., R], subject: Subject, text: str | None, *args: Any, **kwargs: Any) -> R:
+    def _ask(self, function: Callable[..., R], subject: RunAtStep, text: str | None, *args: Any, **kwargs: Any) -> R:
         model = self.model(subject)
         prompt = prompts.tokenise(model, text, letters=LETTERS.get(subject.entry.kind, 0))
         with model.lock:
             return function(model, prompt, *args, **kwargs)
 
-    def tokens(self, subject: Subject, text: str | None) -> list[str]:
+    def tokens(self, subject: RunAtStep, text: str | None) -> list[str]:
         """Return the tokens of a prompt as text."""
         letters = LETTERS.get(subject.entry.kind, 0)
         return self.cache.get(
@@ -337,7 +337,7 @@ def _with_word(runs: Sequence[Entry], word: str) -> set[str]:
     texts = {}
     for e in runs:
         options = " ".join(f"{k}={v}" for k, v in e.options.items())
-        texts[e.path] = f"{e.name} {label(e.architecture)} {e.series} s{e.seed} {options}".lower()
+        texts[e.path] = f"{e.name} {architecture_label(e.architecture)} {e.series} s{e.seed} {options}".lower()
     with_word = {path for path, text in texts.items() if word in WORD_ENDS.split(text)}
     return with_word or {path for path, text in texts.items() if word in text}
 
@@ -394,7 +394,7 @@ def _no_checkpoint(runs: Sequence[Entry]) -> str:
     return "no checkpoint yet; the first appears within seconds of a training's start"
 
 
-def checkpoint_key(subject: Subject) -> Place:
+def checkpoint_key(subject: RunAtStep) -> Place:
     """Return which checkpoint a subject is; the stamp changes if any file of the checkpoint or its run is replaced."""
     run = Path(subject.entry.path)
     stamps = []

@@ -20,11 +20,11 @@ import plotly.graph_objects as go
 from workbench import plots, prompts
 from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
 from workbench.claims.all_verdicts import Verdicts
-from workbench.claims.judging import chosen, figure
+from workbench.claims.judging import chosen, claim_figure
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import read_json
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
@@ -33,18 +33,18 @@ from workbench.statistics.intervals import MIN_SEEDS
 from workbench.views.base import Drawing, view
 from workbench.views.finding import HALF_PAGE, check_part
 from workbench.views.link import Link
-from workbench.views.source import Source, Subject, example
+from workbench.views.source import RunAtStep, Source, example
 
 # ---- one model -------------------------------------------------------------------------------------------------------
 
 
-def xray_records(source: Source, subject: Subject) -> pd.DataFrame:
+def xray_records(source: Source, subject: RunAtStep) -> pd.DataFrame:
     """Records of an X-ray at the subject's step and at step 0, each measure on one sample."""
     frame = source.records([subject.entry], (*xrays.METRICS, xrays.BY_LAYER))
     return one_sample(frame[frame["step"].isin([0, subject.step])])
 
 
-def missing(source: Source, subject: Subject) -> list[str]:
+def missing(source: Source, subject: RunAtStep) -> list[str]:
     """Measures that an X-ray of this model at this step needs and that are not stored."""
     frame = xray_records(source, subject)
     stored = set(frame.loc[frame["step"] == subject.step, "metric"])
@@ -82,7 +82,7 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
     for subject in subjects:
         if absent := missing(source, subject):
             raise WorkbenchError(f"{subject.title}: not measured yet: {', '.join(n.replace('_', ' ') for n in absent)}")
-    frames = xrays.alike([xray_records(source, s).assign(architecture=s.entry.series) for s in subjects])
+    frames = xrays.comparable([xray_records(source, s).assign(architecture=s.entry.series) for s in subjects])
     sentence = " ".join(
         (f"{s.tag}: " if s.tag else "") + xrays.SENTENCES[name](f) for s, f in zip(subjects, frames, strict=True)
     )
@@ -154,7 +154,7 @@ def runs_table(source: Source) -> pd.DataFrame:
         else:
             state = "finished" if e.finished else f"stopped before step {e.last}"
         step = e.last if e.shipped else e.steps[-1] if e.steps else None
-        rows.append((e.name, label(e.series), e.seed, state, step, len(e.steps), len(e.measured), e.title))
+        rows.append((e.name, architecture_label(e.series), e.seed, state, step, len(e.steps), len(e.measured), e.title))
     return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
 
 
@@ -208,13 +208,13 @@ def _verdicts(source: Source, link: Link) -> Verdicts:
     """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
     entries, folder = _finished(source, link), Path(source.catalogue().folder)
     marked = "" if link.on("alone") else all_verdicts.mark(entries)
-    stored = all_verdicts.load(folder, marked) if marked else None
+    stored = all_verdicts.load_verdicts(folder, marked) if marked else None
     if stored is not None:
         return stored
     verdicts = source.judge(entries)
     if marked and source.own():
         with contextlib.suppress(WorkbenchError):  # a read-only folder
-            all_verdicts.save(folder, marked, verdicts)
+            all_verdicts.save_verdicts(folder, marked, verdicts)
     return verdicts
 
 
@@ -252,7 +252,7 @@ def verdicts(source: Source, link: Link) -> Drawing:
     results = [j.verdict for j in judged]
     tested = any(math.isfinite(v.p) for v in results)
     chance = expected_by_chance(results) if tested else f"No claim is tested: a verdict needs {MIN_SEEDS} seeds."
-    return Drawing(plots.verdicts(statuses, under), verdicts_table(judged), chance)
+    return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
 
 @view("start")
@@ -268,7 +268,7 @@ def verdict(source: Source, link: Link) -> Drawing:
 
     runs = [e for e in _finished(source, link) if e.name in set(judged.verdict.runs)]
     evidence, _ = stored(runs, record_cache=source.cache.records, telemetry_cache=source.cache.telemetry)
-    drawn, rows = figure(judged.claim, judged.verdict, evidence)
+    drawn, rows = claim_figure(judged.claim, judged.verdict, evidence)
     if drawn is None:
         raise WorkbenchError("this claim has no figure here; its sentence says why")
     return Drawing(drawn, rows, sentence)
@@ -383,11 +383,11 @@ def race(source: Source, link: Link) -> Drawing:
     frame = frame[frame["variant"].isna()]
     if frame.empty:
         raise WorkbenchError("no copy loss yet; `workbench demo --full` trains models that copy")
-    return Drawing(plots.race(frame), frame)
+    return Drawing(plots.race_figure(frame), frame)
 
 
-@view("start")
-def identity(source: Source, link: Link) -> Drawing:
+@view("start", "identity")
+def identity_share(source: Source, link: Link) -> Drawing:
     """Share of a layer's values that the token explains, before and after training."""
     check_part(link, "demo")
     frame = one_sample(source.records(text_models(source), ["token_identity_share"]))
@@ -397,8 +397,8 @@ def identity(source: Source, link: Link) -> Drawing:
     return Drawing(plots.plot(rows, form="profile", title="Token information in values"), rows)
 
 
-@view("start")
-def replaced(source: Source, link: Link) -> Drawing:
+@view("start", "replaced")
+def replaced_values(source: Source, link: Link) -> Drawing:
     """Loss change when deep values are replaced by their token's mean, or by zero."""
     check_part(link, "demo")
     rows = one_sample(source.records(text_models(source), ["value_ablation"]))
@@ -471,7 +471,7 @@ def _maps(source: Source, models: Sequence[Entry], step: int, metric: str, title
         layer, head = entry.n_layers - 1, 0
         if len(rows):
             layer, head = map(int, rows.sort_values("value").iloc[-1][["layer", "head"]])
-        subject, text = Subject(entry, step), example(entry)
+        subject, text = RunAtStep(entry, step), example(entry)
         window = source.derive(prompts.attention_map, prompts.attention_inputs, subject, text, layer, head, most=256)
         name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
         maps.append((name, window.weights, source.tokens(subject, text)))

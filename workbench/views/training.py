@@ -8,7 +8,7 @@ import pandas as pd
 
 from workbench import plots
 from workbench.errors import WorkbenchError
-from workbench.models.registry import label
+from workbench.models.registry import architecture_label
 from workbench.plots import training as drawn
 from workbench.plots.style import ordered
 from workbench.runs.catalogue import Entry
@@ -92,8 +92,8 @@ def _curves(
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-@view("training")
-def loss(source: Source, link: Link) -> Drawing:
+@view("training", "loss")
+def validation_loss(source: Source, link: Link) -> Drawing:
     """Validation loss, the mean over domains or each domain; A, B and A - B if they are compared."""
     parts = _domains(_plain(source, link, "validation_loss"), link)
     return _curves(source, link, parts, "Validation loss")
@@ -135,14 +135,14 @@ def relative(source: Source, link: Link) -> Drawing:
         group = source.group(link)
         if (other := link.text("b")) in {e.name for e in group}:
             base = source.catalogue().entry(str(other)).series
-            named = f"{label(base)}'s (model B)"
+            named = f"{architecture_label(base)}'s (model B)"
         elif not any(e.series == VANILLA for e in group):
             raise WorkbenchError("no Transformer here to subtract; select a model B")
         if base not in set(rows["architecture"]):
             more = source.telemetry([e for e in group if e.series == base], ["validation_loss"])
             plain = more[more["variant"].isna() & more["control"].isna()]
             rows = pd.concat([rows, *_domains([plain], link)], ignore_index=True)
-    differences = plots.relative(rows, base).assign(unit=f"nats above {named}")
+    differences = plots.relative_to_baseline(rows, base).assign(unit=f"nats above {named}")
     sentence = "Below 0: better than the baseline of the same seed, on the same batches."
     sentence += f" {ONE_SEED}." if rows["seed"].nunique() == 1 else ""
     return _curves(source, link, [differences], f"Validation loss minus {named}", sentence=sentence)
@@ -162,7 +162,7 @@ def copy_loss(source: Source, link: Link) -> Drawing:
     parts = _plain(source, link, "copy_loss")
     if link.on("compare") or link.text("x", "step") == "tokens":
         return _curves(source, link, parts, "Copy loss")
-    return Drawing(plots.race(parts[0], log_x=link.on("log")), parts[0])
+    return Drawing(plots.race_figure(parts[0], log_x=link.on("log")), parts[0])
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -211,21 +211,21 @@ def learning(source: Source, link: Link) -> list[str]:
     return ordered(source.telemetry(source.chosen(link), ["coefficient"])["architecture"].dropna())
 
 
-@view("training")
-def coefficients(source: Source, link: Link) -> Drawing:
+@view("training", "coefficients")
+def learned_coefficients(source: Source, link: Link) -> Drawing:
     """Learned coefficients over training, of one series (`of`), or of A, B and A - B."""
     parts = _rows(source, link, "coefficient")
     if link.on("compare"):
-        figures = [(name, plots.coefficients(part)) for name, part in _named(parts)]
+        figures = [(name, plots.coefficients_figure(part)) for name, part in _named(parts)]
         if len(parts) == 1:
             return Drawing(figures[0][1], parts[0])
         minus = drawn.curve_difference(*parts)
         if len(minus):
-            figures.append((plots.MINUS, plots.coefficients(minus)))
+            figures.append((plots.MINUS, plots.coefficients_figure(minus)))
         return Drawing(plots.beside(figures, "Learned coefficients"), pd.concat([*parts, minus], ignore_index=True))
     asked = link.choice("of", ordered(parts[0]["architecture"]), kind="model with coefficients")
     rows = parts[0][parts[0]["architecture"] == asked]
-    return Drawing(plots.coefficients(rows), rows)
+    return Drawing(plots.coefficients_figure(rows), rows)
 
 
 def places(source: Source, link: Link, quantity: str) -> list[str]:
@@ -261,8 +261,8 @@ def recorded(source: Source, link: Link) -> Drawing:
 # ---- learning rate and throughput ------------------------------------------------------------------------------------
 
 
-@view("training")
-def learning_rate(source: Source, link: Link) -> Drawing:
+@view("training", "learning_rate")
+def learning_rate_schedule(source: Source, link: Link) -> Drawing:
     """Learning rate over training."""
     return _curves(source, link, _plain(source, link, "learning_rate"), "Learning rate")
 
@@ -271,7 +271,7 @@ def learning_rate(source: Source, link: Link) -> Drawing:
 def pace(source: Source, link: Link) -> Drawing:
     """Tokens per second, the median over each run's steps."""
     rows = pd.concat(_rows(source, link, "tokens_per_second"), ignore_index=True)
-    return Drawing(plots.pace(rows), rows, "Depends on what else ran on the machine.")
+    return Drawing(plots.pace_figure(rows), rows, "Depends on what else ran on the machine.")
 
 
 @view("training")

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
-from workbench.plots.browser import figure
-from workbench.plots.page import Page, numbers, paragraph
+from workbench.plots.browser import save_figure
+from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.tables import write_table_as
 from workbench.views.base import Drawing, timelapse, views_of
 
@@ -76,14 +76,16 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
     page = Page(title, wide=True)
     for drawing in made.values():
         page.add(
-            page.figure(drawing.figure), paragraph(drawing.sentence) if drawing.sentence else "", numbers(drawing.table)
+            page.figure(drawing.figure),
+            paragraph(drawing.sentence) if drawing.sentence else "",
+            numbers_html(drawing.table),
         )
     page.write(out, command)
 
 
 def picture(drawn: go.Figure, out: Path, *, background: str = "white") -> Path:
     """Write a figure as .svg, or as .png at three times its size, in the light theme on `background` (CSS)."""
-    return figure(plots.paper(drawn, background), out, width=WIDTH, height=int(drawn.layout.height or 500))
+    return save_figure(plots.paper(drawn, background), out, width=WIDTH, height=int(drawn.layout.height or 500))
 
 
 def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:

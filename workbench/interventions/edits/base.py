@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.interventions.ablation import branches
-from workbench.interventions.edits.text import Numbers, checked, written
+from workbench.interventions.edits.text import Numbers, option_text, parsed_option
 from workbench.interventions.values import TokenMeans
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS, stream_hook
@@ -74,7 +74,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            object.__setattr__(self, option.name, checked(self.kind, option, getattr(self, option.name)))
+            object.__setattr__(self, option.name, parsed_option(self.kind, option, getattr(self, option.name)))
         for name in ("layer", "head"):
             if any(n < 0 for n in getattr(self, name, ())):
                 raise WorkbenchError(f"{self}: {name}s are counted from 0")
@@ -97,7 +97,7 @@ class Edit:
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in self.changed().items()}
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={written(value)}" for name, value in self.changed().items())
+        options = ",".join(f"{name}={option_text(value)}" for name, value in self.changed().items())
         return f"{self.kind}:{options}" if options else self.kind
 
     @property

@@ -29,7 +29,7 @@ def split_options(text: str) -> tuple[str, dict[str, str]]:
     return kind.strip(), options
 
 
-def checked(kind: str, option: dataclasses.Field[Any], value: Any) -> Any:
+def parsed_option(kind: str, option: dataclasses.Field[Any], value: Any) -> Any:
     """A value of the option's type, made from text where it is one; raises `UnknownName`, `BadData` or `WorkbenchError`."""
     where = f"{option.name} of {kind}"
     if "choices" in option.metadata:
@@ -72,7 +72,7 @@ def _numbers(where: str, value: Any) -> Numbers:
     return tuple(items) if "position" in where else tuple(sorted(set(items)))
 
 
-def written(value: Any) -> str:
+def option_text(value: Any) -> str:
     """The text of an option's value, neighbouring numbers as ranges."""
     if not isinstance(value, tuple):
         return repr(value) if isinstance(value, float) else str(value)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible
+from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible_keys
 from workbench.observing.interception.positions import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import autocast
 
@@ -160,7 +160,7 @@ class FusedCall:
         if of_all_positions:
             every, mask = mask, positions.square(mask, beside)
             if positions.layout.packed:
-                seen = [x if x.dtype == torch.bool else visible(x) for x in (every, mask)]
+                seen = [x if x.dtype == torch.bool else visible_keys(x) for x in (every, mask)]
                 if seen[0].sum() != seen[1].sum():
                     return CROSSING
         kind = mask_kind(mask, causal, positions.length, self.window)

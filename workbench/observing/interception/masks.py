@@ -38,7 +38,7 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
         return f"a mask of type {type(mask).__name__}"
     if mask is None:
         return CAUSAL if causal or length == 1 else FUTURE
-    allowed = mask if mask.dtype == torch.bool else visible(mask)
+    allowed = mask if mask.dtype == torch.bool else visible_keys(mask)
     past = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     allowed = allowed.expand(*allowed.shape[:-2], length, length)
     allowed = allowed & past if causal else allowed
@@ -51,7 +51,7 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
     return CAUSAL if bool((allowed == past).all()) else _hidden_kind(allowed.reshape(-1, length, length), past)
 
 
-def visible(scores: Tensor) -> Tensor:
+def visible_keys(scores: Tensor) -> Tensor:
     """Return which keys a query attends to, from scores or additive masks [..., query, key].
 
     Masks may be finite: -1000 in place of a score, or -10000 on top of one, hide a key too.

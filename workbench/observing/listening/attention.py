@@ -24,7 +24,7 @@ from workbench.observing.interception.masks import (
     mask_kind,
     masked_statistics,
     pattern_statistics,
-    visible,
+    visible_keys,
     window_mask,
 )
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
@@ -130,7 +130,7 @@ class AttentionRun(RunState, CallHandler):
         if not isinstance(mask, Tensor):
             window = self.positions.length if call.window is None else call.window
             return window_mask(self.positions.length, window, call.qkv[0].device)[None, None]
-        mask = mask if mask.dtype == torch.bool else visible(mask)
+        mask = mask if mask.dtype == torch.bool else visible_keys(mask)
         if of_all_positions:
             return self.positions.square(mask, beside)
         lead = call.qkv[0].shape[:-2]
@@ -321,10 +321,10 @@ class AttentionRun(RunState, CallHandler):
             attention, names = hooked.part.attention, hooked.part.attention.statistics
             if self.masks is not None:
                 for head in self._square(hooked, scores).split(1, 1):
-                    self.masks.add(visible(head))
+                    self.masks.add(visible_keys(head))
             if hooked.hooks_any("rot_q", "rot_k", *names):
                 shaped = self._square(hooked, scores)[:, :1]
-                self._check_mask(hooked, mask_kind(visible(shaped), False, self.positions.length))
+                self._check_mask(hooked, mask_kind(visible_keys(shaped), False, self.positions.length))
             if hooked.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
                 hooked.lse = self._row(hooked, self._lined(hooked, scores.detach()).to(wide).logsumexp(-1))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
 from workbench.names import NULL, STATISTICS
-from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible
+from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible_keys
 from workbench.observing.interception.positions import BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import (
     ProductCall,
@@ -288,7 +288,7 @@ class EagerCalls:
                 misfits = []
                 for each in calls:
                     pair = each.scores, arrange(out, call.letters[2], each.order)
-                    target, source = (torch.where(visible(each.scores), x.double(), 0.0) for x in pair)
+                    target, source = (torch.where(visible_keys(each.scores), x.double(), 0.0) for x in pair)
                     misfits.append(fit(target, [source])[1])
                 calls = [calls[i] for i in torch.tensor(misfits).argsort(descending=True, stable=True).tolist()]
             plain = scores.shape[-2] == at.columns and out.numel() == rows * out.shape[-1] and out.shape[-1] in widths

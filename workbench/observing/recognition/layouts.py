@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.function_mode import uncompiled
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
-from workbench.observing.interception.masks import visible
+from workbench.observing.interception.masks import visible_keys
 from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Layout, Positions
 from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.tensor_layouts import tensors_in
@@ -51,7 +51,7 @@ class ShapeTrace(Trace):
 
     def softmax(self, scores: Tensor, run: Callable[[Tensor], Tensor], axis: int) -> Tensor:
         """Sample and run a softmax."""
-        shown = torch.where(visible(scores), scores, 0.0)
+        shown = torch.where(visible_keys(scores), scores, 0.0)
         self._sample("softmax", [(shown, letters_of(scores))], letters_of(scores)[:-1])
         return run(scores)
 

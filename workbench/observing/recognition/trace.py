@@ -20,7 +20,7 @@ from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import Frames, running_frames
 from workbench.observing.interception.function_mode import attention_functions, intercepting
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
-from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible
+from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible_keys
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.positions import (
     BATCH_FIRST,
@@ -351,7 +351,7 @@ class Trace:
             return chosen_heads(at.square(x.narrow(-1, left, x.shape[-1] - left - right), beside), each.chosen, 1)
 
         def kind(beside: Beside) -> str:
-            return mask_kind(visible(square(softmax.scores, beside)), False, self.length)
+            return mask_kind(visible_keys(square(softmax.scores, beside)), False, self.length)
 
         if (beside := self._beside(q, k, kind)) is None:
             self._unfit("eager", each.time, q, k)
@@ -360,12 +360,12 @@ class Trace:
         heads = chosen_heads(at.heads(q), each.chosen)
         keys = chosen_heads(at.heads(k, every), each.chosen), at.heads(v, every)
         scores, pattern = (square(x, beside) for x in (softmax.scores, softmax.pattern))
-        scale = softmax.factor(scores, visible(scores), heads, chosen_heads(at.heads(k, beside), each.chosen))
+        scale = softmax.factor(scores, visible_keys(scores), heads, chosen_heads(at.heads(k, beside), each.chosen))
         z = at.heads(made)
         if each.is_combined:
             z = torch.einsum("bhij,bjhd->bihd", pattern.to(v.dtype), repeated(at.heads(v, beside), pattern.shape[1]))
         crossing = at.layout.packed and float(pattern.sum()) < (1 - 1e-4) * float(softmax.pattern.sum())
-        options = {"scale": scale or 1.0, "mask": visible(square(softmax.scores, every)), "causal": False}
+        options = {"scale": scale or 1.0, "mask": visible_keys(square(softmax.scores, every)), "causal": False}
         mask = CROSSING if crossing else kind(beside)
         name, times = ("eager", (softmax.time, each.time)) if softmax.time else (BY_HAND, (each.time,))
         attention = self._record(name, (softmax.product[0], *times), heads, keys, z, beside, mask, options)
