@@ -107,7 +107,7 @@ def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
 def test_a_course_is_measured_at_ten_checkpoints_spread_evenly_with_both_ends():
     def steps(have, which, matched=()):
         of = SimpleNamespace(info={"data": {"kind": "text"}}, steps=have, architecture="transformer")
-        return list(collect.plan(of, [SimpleNamespace(models=(), metrics=("loss",), steps=which)], matched))
+        return list(collect.metrics_needed(of, [SimpleNamespace(models=(), metrics=("loss",), steps=which)], matched))
 
     have = list(range(0, 1000, 10))
     assert steps(have, "series") == [0, 110, 220, 330, 440, 550, 660, 770, 880, 990]
