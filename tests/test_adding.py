@@ -63,7 +63,7 @@ def hello(source: Source, link: Link) -> Drawing:
     return Drawing(go.Figure(go.Scatter(x=[0], y=[0])), pd.DataFrame({"x": [0]}), "One point.")
 '''
 
-ON_PAGES = '"depth": Page('
+ON_PAGES = '"depth": PageInfo('
 
 USE = """
 import json, sys
@@ -140,7 +140,7 @@ def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_
     (product / "views" / "newcomer.py").write_text(PAGE)
     pages = product / "views" / "link.py"
     pages.write_text(
-        pages.read_text().replace(ON_PAGES, '"newcomer": Page("Newcomer", "star", "One figure"),\n    ' + ON_PAGES)
+        pages.read_text().replace(ON_PAGES, '"newcomer": PageInfo("Newcomer", "star", "One figure"),\n    ' + ON_PAGES)
     )
     added("page")
     assert costs == {"architecture": 2, "metric": 1, "claim": 1, "format": 1, "page": 2}

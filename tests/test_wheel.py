@@ -202,7 +202,7 @@ def test_it_trains_the_quick_demo_once_measures_and_reports(installed, tmp_path)
 
 def test_studies_models_and_questions_that_ship_go_by_their_names(installed, tmp_path):
     study = ("study", "sinks_ratio", "--quick", "--workers", "1", "--runs", tmp_path, "--out", tmp_path)
-    assert "Can a sink form" in said(installed, *study, program="workbench")
+    assert "held start_norm" in said(installed, *study, program="workbench")
     one = ("generate", "models-resformer-s0", "--prompt", "def ", "-n", "2")
     assert said(installed, *one, program="workbench").startswith("def ")
     assert "Do value paths speed up induction?" in said(installed, "-m", "workbench.analyses.race_to_induction", "-h")

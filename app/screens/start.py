@@ -186,7 +186,7 @@ def _runs(link: Link) -> None:
     )  # fmt: skip
     if catalogue.problems:
         st.warning(f"{len(catalogue.problems)} folders look like runs and cannot be read; see the foot of the page.")
-    st.caption("measures: number of stored measures. `workbench measure RUN -m NAME` adds more.")
+    st.caption("measures: number of stored measures; the command workbench measure RUN -m NAME adds more")
 
 
 def _take_run() -> None:
