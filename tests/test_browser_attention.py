@@ -82,7 +82,7 @@ def test_a_held_query_shows_its_row_and_stays_while_the_head_changes(at):
     weights = [float(re.search(r": ([\d.]+)", c.get_attribute("title"))[1]) for c in page.locator(".chip").all()]
     assert sum(weights) == pytest.approx(1, abs=0.005)
     page.locator('[data-place="head-0-1-1"]').click()
-    page.get_by_role("heading", name="layer 1, head 1").wait_for()
+    page.get_by_role("heading", name="Layer 1, head 1", exact=True).wait_for()
     assert "lock=6" in page.url
     drawn(page)
     page.get_by_role("button", name="Deselect").click()
