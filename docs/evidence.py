@@ -64,7 +64,7 @@ at its best of 5 rates on a seed that is not reported):
 The middle of a run depends on its rate, which is 0.012 for ResFormer and SVFormer, 0.006 for the Transformer and 0.003 for halved
 values. The rates were chosen at 20 tokens per parameter on one seed, where 0.006 and 0.012 tie for ResFormer. By the rule above these
 claims stay *not tested*: the loss still falls by up to 0.026 nats over the last tenth (median over seeds). Rates tuned at 50 tokens
-per parameter on three seeds would decide them, about 2 hours of one core.
+per parameter on three seeds are the next step, about 3 hours of one core.
 
 Further studies are queued. Missing runs are trained in order, and resumed after an interruption, by `for study in losses20 sinks_long; do
 workbench study $study --runs RUNS --workers 1 || break; done`.
