@@ -36,6 +36,17 @@ def test_losses_are_tested_from_ten_tokens_per_parameter_and_a_long_warm_up_on(f
     assert f"{facts.get('tokens', 8e6) / 4e5:.1f} tokens per parameter" in found.setting
 
 
+def test_a_short_budget_says_what_the_needed_one_costs():
+    """400,000 parameters need 4 million tokens for each of 6 runs: at 1,000 tokens a second 24,000 s."""
+    made, told = with_losses(LEVELS, seeds=3, tokens=3.6e5)
+    pace = [r | {"metric": "tokens_per_second", "value": 1e3, "unit": "tokens/s"} for r in told if r["step"] == 200]
+    words = judged("lower_loss", made, (), [*told, *pace]).words
+    assert words.endswith(
+        "10 are needed (4 million tokens for each of 6 runs, about 6.7 hours of one core at their speed; 8 million and 2 times as long "
+        "for a verdict without that limit)"
+    )
+
+
 def test_a_loss_that_still_falls_is_not_tested():
     made, told = with_losses(LEVELS)
     steep = [r | {"value": r["value"] + 0.3 * (r["step"] == 200)} for r in told]

@@ -29,7 +29,7 @@ def unmet(evidence: Evidence, runs: pd.DataFrame) -> str:
     """
     budget, warm_up = tokens_per_parameter(runs), float(runs["warmup"].min())
     if budget < TESTED:
-        return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed"
+        return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed{_cost(evidence, runs)}"
     if warm_up < WARM_UP:
         return f"{warm_up:.0f} warm-up steps, {WARM_UP} are needed"
     falls = pd.Series({run: _last_fall(curve) for run, curve in evidence.of_runs(runs).curves().items()}, dtype=float)
@@ -45,6 +45,19 @@ def named(runs: pd.DataFrame) -> str:
     """Return the limit that a decided claim on the final loss states about its budget; empty from `NAMED` on."""
     budget = tokens_per_parameter(runs)
     return f"at {budget:.1f} tokens per parameter" if budget < NAMED else ""
+
+
+def _cost(evidence: Evidence, runs: pd.DataFrame) -> str:
+    """Tokens and hours that the same runs need up to `TESTED` and `NAMED`; empty for runs that did not record their speed."""
+    pace = evidence.of_runs(runs).telemetry("tokens_per_second").groupby("run")["value"].median()
+    if len(pace) < len(runs):
+        return ""
+    least, best = (f"{k * runs['parameters'].max() / 1e6:.2g}" for k in (TESTED, NAMED))
+    hours = float((TESTED * runs.set_index("run")["parameters"] / pace).sum()) / 3600
+    return (
+        f" ({least} million tokens for each of {len(runs)} runs, about {hours:.2g} hours of one core at their speed; {best} million "
+        f"and {NAMED / TESTED:.0f} times as long for a verdict without that limit)"
+    )
 
 
 def _last_fall(curve: pd.Series) -> float:
