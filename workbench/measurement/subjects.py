@@ -149,7 +149,9 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
     if isinstance(data, str) and not _is_path(data):
         return _ids([_tokenizer(subject, "text").encode(data)], T, "text")
     if data is None and subject.run is None:
-        raise WorkbenchError("a model in memory has no data of its own: give data= ids, text, a path or a corpus")
+        raise WorkbenchError(
+            "a model without its run has no data of its own: give data= (ids, text, a path, a corpus), or the run and steps="
+        )
     name = Path(data).name or str(data) if isinstance(data, str | Path) else type(data).__name__.lower()
     if isinstance(data, str | Path) and Path(data).suffix == ".bin":
         ids = read_tokens(Path(data), _config(subject).d_vocab)
