@@ -39,7 +39,7 @@ def prompt_box(link: Link) -> Link:
     source = cached_source()
     if "torch" not in sys.modules:
         with st.spinner("Loading PyTorch"):
-            importlib.import_module("workbench.prompts.tokens")
+            importlib.import_module("workbench.prompts.prompt")
     subject = source.subjects(link)[0]
     default = example(subject.entry)
     label, hint = LABELS[LETTERS.get(subject.entry.kind, 0)]

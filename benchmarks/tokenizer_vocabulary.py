@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.data.corpus import SPLITS
-from workbench.data.embedded import embedded
+from workbench.data.corpus import SPLITS, embedded
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
 
 SIZES = (258, 384, 512, 768, 1024, 1536, 2048, 4096)

@@ -26,8 +26,7 @@ from workbench.data.sources import RepeatedData
 from workbench.metrics.weights import gradient_norm
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
-from workbench.training.loop import _accelerator, _Loop, create
-from workbench.training.recipe import learning_rate, optimiser
+from workbench.training.loop import _accelerator, _Loop, create, learning_rate, optimiser
 
 SIZES = {  # of the demo's text models and of the preset `mini`, whose steps take longer and hide more
     "d 64": (ModelConfig(n_layers=4, d_model=64, n_heads=4, d_mlp=176, d_vocab=1024, n_ctx=128), 8, 10),

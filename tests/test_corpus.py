@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from workbench.data import corpus as corpora
-from workbench.data.corpus import Corpus, Document, from_files, load_corpus, pieces, save_corpus, within
-from workbench.data.embedded import embedded
+from workbench.data.corpus import Corpus, Document, embedded, from_files, load_corpus, pieces, save_corpus, within
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
 from workbench.places import SHIPPED

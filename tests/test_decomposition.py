@@ -10,8 +10,7 @@ from seams import COVERING
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.models.anatomy import TOLERANCE
-from workbench.models.decomposition import decompose
+from workbench.models.decomposition import TOLERANCE, decompose
 from workbench.names import path_name, stream_hook
 
 WIDE = torch.float64

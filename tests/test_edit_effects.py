@@ -11,7 +11,7 @@ from editing import hooks_standing, some_tokens
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.interventions import edited
-from workbench.interventions.edits.patch import Patch
+from workbench.interventions.edits.kinds import Patch
 from workbench.prompts import edit_effect, edit_sweep, patch_sweep
 
 

@@ -13,9 +13,7 @@ import workbench
 from workbench.errors import BadData, WorkbenchError
 from workbench.interventions import edited, token_means
 from workbench.interventions.ablation import branches
-from workbench.interventions.edits.kinds import KINDS
-from workbench.interventions.edits.outputs import Head
-from workbench.interventions.edits.values import Values
+from workbench.interventions.edits.kinds import KINDS, Head, Values
 from workbench.prompts import edit_effect
 
 # ---- values, heads, sublayers ----------------------------------------------------------------------------------------

@@ -10,9 +10,7 @@ from editing import hooks_standing, some_tokens
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.interventions import edited, token_means
-from workbench.interventions.edits.coefficient import Coefficient
-from workbench.interventions.edits.kinds import KINDS, PRESETS, as_edits, from_dict, parse
-from workbench.interventions.edits.outputs import Remove
+from workbench.interventions.edits.kinds import KINDS, PRESETS, Coefficient, Remove, as_edits, from_dict, parse
 from workbench.interventions.edits.sink import Sink
 
 TEXTS = [

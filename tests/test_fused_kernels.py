@@ -14,8 +14,7 @@ from workbench.kernels import (
     attention_statistics,
     fused,
 )
-from workbench.kernels.fused import fused_statistics, runs_fused
-from workbench.kernels.strips import strip_statistics
+from workbench.kernels.attention import fused_statistics, runs_fused, strip_statistics
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 

@@ -16,7 +16,7 @@ from workbench.measurement.measuring import measure
 @pytest.fixture(autouse=True)
 def small_table(monkeypatch):
     """Means of few training tokens: every id of forty is still among them."""
-    monkeypatch.setattr("workbench.interventions.values.TABLE_TOKENS", 1024)
+    monkeypatch.setattr("workbench.interventions.ablation.TABLE_TOKENS", 1024)
 
 
 def some_tokens(n=6, T=24, high=40, seed=0):

@@ -15,7 +15,7 @@ from kernel_inputs import NAMES, LargestTensor, close, draw, truth
 
 from workbench.errors import WorkbenchError
 from workbench.kernels import attention_reference, attention_statistics
-from workbench.kernels.fused import runs_fused
+from workbench.kernels.attention import runs_fused
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -222,7 +222,7 @@ import os
 import torch
 from pathlib import Path
 from workbench.kernels import attention_statistics, pooled_attention
-from workbench.kernels.fused import fused_statistics
+from workbench.kernels.attention import fused_statistics
 
 torch.set_num_threads(1)
 kib = lambda key: next(int(x.split()[1]) for x in Path("/proc/self/status").open() if x.startswith(key))

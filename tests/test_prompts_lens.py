@@ -43,7 +43,7 @@ def test_the_lens_ends_in_the_models_prediction(awake, any_architecture):
 def test_lens_of_some_positions(awake, monkeypatch):
     model, ids = awake("resformer"), some_ids()
     whole = logit_lens(model, ids)
-    monkeypatch.setattr("workbench.prompts.single_pass.MAX_LOGITS", 5 * V)  # several chunks
+    monkeypatch.setattr("workbench.prompts.prompt.MAX_LOGITS", 5 * V)  # several chunks
     part = logit_lens(model, ids, positions=slice(3, 20))
     assert part.positions.tolist() == list(range(3, 20))
     assert part.tokens == whole.tokens[3:20]

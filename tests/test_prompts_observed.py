@@ -60,7 +60,7 @@ def test_maps_made_of_whole_patterns_say_how_many_tokens_they_bear(monkeypatch):
     observed = workbench.observe(strangers.GPT([(0.4, 0.6)] * 3, capped), ids, quiet=True)
     assert len(attention_overview(observed, ids).tiles) == 3
     cells = 3 * observed.config.n_heads * 4
-    monkeypatch.setattr("workbench.prompts.softmaxes.MOST_BYTES", cells * 20**2)
+    monkeypatch.setattr("workbench.prompts.attention_maps.MOST_BYTES", cells * 20**2)
     with pytest.raises(BadData, match=f"for {ids.shape[1]} tokens: give (19|20) at most"):
         attention_overview(observed, ids)
 

@@ -23,7 +23,7 @@ from workbench.prompts import (
 def test_predictions_equal_the_logits(awake, any_architecture, monkeypatch):
     model, ids = awake(any_architecture), some_ids()
     log_p = model(ids)[0].detach().log_softmax(-1)
-    monkeypatch.setattr("workbench.prompts.single_pass.MAX_LOGITS", 4 * V)
+    monkeypatch.setattr("workbench.prompts.prompt.MAX_LOGITS", 4 * V)
     found = next_tokens(model, ids, position=-2, top=4)
     assert found.position == 21
     best = log_p[21].exp().topk(4)

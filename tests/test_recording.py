@@ -22,8 +22,9 @@ from workbench import Recorder, observe
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import Run
-from workbench.training.recorder import DEFAULT, NotRecorded, quantities, step_record
-from workbench.training.recorder.capture_points import has_named_hooks, is_observed
+from workbench.training.recorder import DEFAULT, NotRecorded, quantities
+from workbench.training.recorder.activation_capture import has_named_hooks, is_observed
+from workbench.training.recorder.quantities import StepRecord
 
 FOREIGN_LOOP = """
 import sys
@@ -257,7 +258,7 @@ class Fetches(TorchDispatchMode):
 
 def test_a_record_is_fetched_once(tiny, tmp_path, monkeypatch):
     model, ids, fetched = tiny("resformer").train(), torch.randint(61, (2, 70)), []
-    monkeypatch.setattr(step_record, "_fetched", lambda pending: fetched.append(len(pending)) or ())
+    monkeypatch.setattr(StepRecord, "rows", lambda record: fetched.extend(map(len, record.pending.values())) or [])
     names = [n for n in quantities() if n not in ("coefficient", "null_mass")]  # which this model does not show
     with Recorder(model, 1, tmp_path / "r", quantities=names) as recorder, Fetches() as fetches:
         for _ in range(3):

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations, prune
 from workbench import Recorder, observe
 from workbench.errors import WorkbenchError
 from workbench.runs.run import Run, is_locked
-from workbench.training.recorder import NotRecorded, recording_folder
+from workbench.training.recorder import NotRecorded
+from workbench.training.recorder import recorder as recording
 
 
 def freeze(model):
@@ -178,16 +179,16 @@ def full(*_):
 
 
 def test_a_record_that_cannot_be_written_is_written_later_at_its_step(gpt, tmp_path, monkeypatch):
-    monkeypatch.setattr(recording_folder, "SPAN", 2)
-    monkeypatch.setattr(recording_folder, "MIN_PAUSE", 0.0)
-    monkeypatch.setattr(recording_folder, "MAX_SHARE", float("inf"))
+    monkeypatch.setattr(recording, "SPAN", 2)
+    monkeypatch.setattr(recording, "MIN_PAUSE", 0.0)
+    monkeypatch.setattr(recording, "MAX_SHARE", float("inf"))
     recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
     loop(gpt, recorder, 3)
-    write = recording_folder.write_parquet
-    monkeypatch.setattr(recording_folder, "write_parquet", full)
+    write = recording.write_parquet
+    monkeypatch.setattr(recording, "write_parquet", full)
     with pytest.warns(NotRecorded, match="No space left on device") as issued:
         loop(gpt, recorder, 5, first=3)
-    monkeypatch.setattr(recording_folder, "write_parquet", write)
+    monkeypatch.setattr(recording, "write_parquet", write)
     assert len(issued) == 1
     loop(gpt, recorder, 2, first=8)
     recorder.close()
@@ -199,7 +200,7 @@ def test_records_that_are_lost_at_the_end_are_named_and_the_others_stay(gpt, tmp
     loop(gpt, recorder, 2)
     recorder.folder.flush()
     loop(gpt, recorder, 2, first=2)
-    monkeypatch.setattr(recording_folder, "write_parquet", full)
+    monkeypatch.setattr(recording, "write_parquet", full)
     with pytest.warns(NotRecorded, match="the records of steps 1 to 3 are lost: .*No space"):
         recorder.close()
     recorder.close()

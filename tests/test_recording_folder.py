@@ -17,7 +17,7 @@ from workbench.errors import WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import Run, is_locked, list_runs
 from workbench.training.recorder import NotRecorded
-from workbench.training.recorder.recording_folder import SPAN
+from workbench.training.recorder.recorder import SPAN
 
 
 def test_a_recording_is_listed_as_a_run(gpt, tmp_path):
@@ -121,7 +121,7 @@ def test_only_as_much_is_written_as_a_hundredth_of_the_time(gpt, tmp_path, monke
     recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
     writes = []
     monkeypatch.setattr(
-        "workbench.training.recorder.recording_folder.write_parquet", lambda frame, path: writes.append(len(frame))
+        "workbench.training.recorder.recorder.write_parquet", lambda frame, path: writes.append(len(frame))
     )
     loop(gpt, recorder, SPAN - 2)
     assert len(writes) == 1, "the first at once, the others when a second has passed"

@@ -22,7 +22,7 @@ from workbench import Recorder, RecorderCallback
 from workbench.errors import WorkbenchError
 from workbench.runs.run import Run
 from workbench.training.recorder import DEFAULT
-from workbench.training.recorder.capture_points import blocks_of
+from workbench.training.recorder.activation_capture import blocks_of
 
 
 def test_accumulated_gradients_count_as_one_step(gpt, tmp_path):

@@ -9,14 +9,19 @@ import torch
 from tensors import seeded
 
 from workbench.measurement.measuring import measure
-from workbench.metrics.probing import ClassSums, Discriminant, Prior, Reservoir, draw_positions, key_of
 from workbench.metrics.retention import (
+    ClassSums,
+    Discriminant,
     PreviousTokenProbe,
     PreviousTokenProbeStreamed,
+    Prior,
+    Reservoir,
     TokenProbe,
     TokenProbeStreamed,
     _means,
     _random_labels,
+    draw_positions,
+    key_of,
 )
 from workbench.names import ACTIVATIONS, stream_hook
 

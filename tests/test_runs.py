@@ -15,8 +15,7 @@ from workbench.checkpoints.opening import load
 from workbench.checkpoints.saving import save
 from workbench.claims.collect import find_runs
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.opening import open_data
-from workbench.data.sources import RepeatedData, prepare
+from workbench.data.sources import RepeatedData, open_data, prepare
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import CORPORA, Run, is_locked, list_runs, runs_folder

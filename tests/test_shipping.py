@@ -14,11 +14,10 @@ import workbench
 from workbench.claims import collect as collecting
 from workbench.claims.collect import collect, find_runs
 from workbench.claims.stored import stored
-from workbench.data import opening
+from workbench.data import sources
 from workbench.data.corpus import Corpus, Document
 from workbench.data.examples import examples
-from workbench.data.opening import open_data
-from workbench.data.sources import RepeatedData, TextData
+from workbench.data.sources import RepeatedData, TextData, open_data
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -163,8 +162,8 @@ def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monke
         Document(f"{i}.py", "python", "train" if i else "validation", "def f(x):\n    return x\n" * 20)
         for i in range(3)
     ]
-    monkeypatch.setattr(opening, "embedded", lambda: Corpus(tuple(texts), {}))
-    data = TextData(opening.embedded(), train_tokenizer([d.text for d in texts], 270))
+    monkeypatch.setattr(sources, "embedded", lambda: Corpus(tuple(texts), {}))
+    data = TextData(sources.embedded(), train_tokenizer([d.text for d in texts], 270))
     data.tokenizer.save(tmp_path / "tokenizer.json")
     assert open_data(data.describe(), tmp_path, tmp_path / "tokenizer.json").hash == data.hash
     with pytest.raises(BadCheckpoint, match="is not under"):

@@ -20,7 +20,7 @@ from workbench.runs.run import Run
 from workbench.studies import runner
 from workbench.studies.runner import keep, outcomes, plan, prepare_data, run_study, sizes, summary, work
 from workbench.studies.study_file import read_study
-from workbench.training.recipe import rate_factors
+from workbench.training.loop import rate_factors
 
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
 NAMED = {

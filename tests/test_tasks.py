@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.data.opening import open_data
-from workbench.data.sources import BackcopyData, RepeatedData
-from workbench.data.tasks import SHARPNESS, BackcopyTokens, RepeatedTokens, backcopy_tokens, repeated_tokens
+from workbench.data.sources import BackcopyData, RepeatedData, open_data
+from workbench.data.tasks import SHARPNESS, backcopy_tokens, repeated_tokens
 from workbench.errors import BadData, UnknownName
 
 
@@ -21,76 +20,66 @@ def test_the_second_half_repeats_the_first() -> None:
 
 
 def test_tokens_are_uniform() -> None:
-    counts = torch.bincount(RepeatedTokens(vocabulary=4, period=100).batch(0, 400, 0)[:, :100].flatten(), minlength=4)
+    counts = torch.bincount(RepeatedData(4).batch(0, 400, 200, 0)[:, :100].flatten(), minlength=4)
     # 40,000 draws: standard error of each count is 87
     assert (counts - 10_000).abs().max() < 5 * 87
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:
-    task = RepeatedTokens()
-    first = task.batch(3, 8, 1)
+    task = RepeatedData()
+    first = task.batch(3, 8, 64, 1)
     torch.manual_seed(99)
-    task.batch(4, 8, 1)
-    assert torch.equal(task.batch(3, 8, 1), first)
-    assert not torch.equal(task.batch(4, 8, 1), first)
-    assert not torch.equal(task.batch(3, 8, 2), first)
+    task.batch(4, 8, 64, 1)
+    assert torch.equal(task.batch(3, 8, 64, 1), first)
+    assert not torch.equal(task.batch(4, 8, 64, 1), first)
+    assert not torch.equal(task.batch(3, 8, 64, 2), first)
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    RepeatedTokens().batch(0, 4, 0)
-    RepeatedTokens().validation(4)
+    RepeatedData().batch(0, 4, 64, 0)
+    RepeatedData().sample(4, 64)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_validation_is_fixed_and_never_trained_on() -> None:
-    task = RepeatedTokens(vocabulary=16, period=16)
-    held_out = task.validation(32)
-    assert torch.equal(task.validation(32), held_out)
-    assert not torch.equal(task.validation(32, seed=1), held_out)
-    trained = {tuple(row) for step in range(50) for row in task.batch(step, 32, 0).tolist()}
+    task = RepeatedData(16)
+    held_out = task.sample(32, 32).ids
+    assert torch.equal(task.sample(32, 32).ids, held_out)
+    assert not torch.equal(task.sample(32, 32, seed=1).ids, held_out)
+    trained = {tuple(row) for step in range(50) for row in task.batch(step, 32, 32, 0).tolist()}
     assert not trained & {tuple(row) for row in held_out.tolist()}
 
 
 def test_what_was_drawn_once_is_drawn_again() -> None:
     """Runs are resumed and compared across machines and years."""
-    assert RepeatedTokens().batch(5, 2, 7)[:, :8].tolist() == [
+    assert RepeatedData().batch(5, 2, 64, 7)[:, :8].tolist() == [
         [14, 48, 42, 20, 37, 27, 24, 45],
         [62, 33, 33, 47, 20, 51, 5, 9],
     ]
-    assert RepeatedTokens().hash == "b920fa6f3a809a38"
 
 
 def test_hash_names_the_task() -> None:
-    assert RepeatedTokens().hash == RepeatedTokens(vocabulary=64, period=32).hash
-    assert len({RepeatedTokens(vocabulary=v, period=p).hash for v in (32, 64) for p in (16, 32)}) == 4
-
-
-def test_labels_are_legible_and_distinct() -> None:
-    task = RepeatedTokens(vocabulary=70)
-    assert task.token_strings([0, 25, 26, 52, 62, 63, 64, 69]) == ["a", "z", "A", "0", "+", "-", "#64", "#69"]
-    assert task.token_strings(torch.tensor([1, 2])) == ["b", "c"]
-    assert len(set(task.token_strings(range(70)))) == 70
-    with pytest.raises(BadData, match="token id 70 is not in the vocabulary; ids go from 0 to 69"):
-        task.token_strings([70])
+    assert RepeatedData().hash == RepeatedData(64).hash
+    assert len({RepeatedData(v, shortest).hash for v in (32, 64) for shortest in (None, 16)}) == 4
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("vocabulary", 1), ("vocabulary", 0), ("vocabulary", 6.5), ("vocabulary", True), ("period", 0), ("period", -3)],
+    [("vocabulary", 1), ("vocabulary", 0), ("vocabulary", 6.5), ("vocabulary", True), ("seed", -1), ("seed", 0.5)],
 )
 def test_nonsense_tasks_are_refused(name: str, value: object) -> None:
     with pytest.raises(BadData, match=rf"{name} is {value}; give a whole number of at least"):
-        RepeatedTokens(**{name: value})  # type: ignore[arg-type]
+        RepeatedData(value if name == "vocabulary" else 64).batch(0, 2, 8, value if name == "seed" else 0)  # type: ignore[arg-type]
 
 
 def test_nonsense_batches_are_refused() -> None:
-    task = RepeatedTokens()
-    for call in (lambda: task.batch(-1, 2, 0), lambda: task.batch(0, 0, 0), lambda: task.batch(0, 2, -1)):
+    task = RepeatedData()
+    for call in (lambda: task.batch(-1, 2, 8, 0), lambda: task.batch(0, 0, 8, 0), lambda: task.batch(0, 2, 8, -1)):
         with pytest.raises(BadData, match="give a whole number"):
             call()
     with pytest.raises(BadData, match="batch is 0"):
-        task.validation(0)
+        task.sample(0, 8)
 
 
 def test_drawn_periods_repeat_within_the_range() -> None:
@@ -104,7 +93,7 @@ def test_drawn_periods_repeat_within_the_range() -> None:
 @pytest.mark.parametrize("shortest", [0, 33])
 def test_a_shortest_period_outside_the_length_is_refused(shortest: int) -> None:
     with pytest.raises(BadData, match="32"):
-        RepeatedTokens(period=32, shortest=shortest)
+        RepeatedData(shortest=shortest).batch(0, 2, 64, 0)
 
 
 # ---- a bigram chain with triggers ------------------------------------------------------------------------------------
@@ -122,7 +111,7 @@ def test_a_certain_chain_copies_by_hand() -> None:
 
 
 def test_copies_follow_triggers_and_the_rest_follows_the_chain() -> None:
-    task = BackcopyTokens(vocabulary=6, triggers=2)
+    task = BackcopyData(6, 2)
     ids = task.batch(0, 400, 60, 1)
     assert (ids[:, 0] == 0).all()
     assert (ids[:, 1:] > 0).all()
@@ -156,24 +145,24 @@ def test_a_chain_that_would_copy_the_start_is_refused() -> None:
 
 
 def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() -> None:
-    task, again = BackcopyTokens(), BackcopyTokens()
+    task, again = BackcopyData(), BackcopyData()
     assert torch.equal(task.chain, again.chain)
     assert torch.equal(task.batch(3, 8, 16, 1), again.batch(3, 8, 16, 1))
     assert not torch.equal(task.batch(3, 8, 16, 1), task.batch(4, 8, 16, 1))
     assert not torch.equal(task.batch(3, 8, 16, 1), task.batch(3, 8, 16, 2))
-    assert torch.equal(task.validation(4, 16), again.validation(4, 16))
-    assert task.hash != BackcopyTokens(triggers=5).hash
+    assert torch.equal(task.sample(4, 16).ids, again.sample(4, 16).ids)
+    assert task.hash != BackcopyData(triggers=5).hash
     odds = task.chain.double().log()[:, 1:]  # without the start token, which never follows
     spread = odds[odds.isfinite().all(1)].std(1)
     torch.testing.assert_close(spread.mean(), torch.tensor(SHARPNESS).double(), rtol=0.1, atol=0)
     with pytest.raises(BadData, match="leaves at most 61"):
-        BackcopyTokens(triggers=62)
+        BackcopyData(triggers=62).batch(0, 2, 8, 0)
 
 
 def test_without_a_start_token_sequences_begin_inside_the_chain(tmp_path: Path) -> None:
     with_start, without = (
-        BackcopyTokens(vocabulary=6, triggers=2),
-        BackcopyTokens(vocabulary=6, triggers=2, start=False),
+        BackcopyData(6, 2),
+        BackcopyData(6, 2, start=False),
     )
     ids = without.batch(3, 8, 16, 1)
     assert (ids > 0).all()

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import workbench
-from workbench.data.corpus import from_files, read_documents
+from workbench.data.corpus import dataset_rows, from_files, read_documents
 from workbench.data.examples import examples
-from workbench.data.opening import open_data
-from workbench.data.sources import open_tokens, prepare, read_tokens
-from workbench.data.texts import dataset_rows
+from workbench.data.sources import open_data, open_tokens, prepare, read_tokens
 from workbench.errors import BadCheckpoint, BadData
 
 PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, 900, 20)) for name in "abcdefgh"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workbench.config import PRESETS, ModelConfig, TrainConfig
     from workbench.errors import ArchitectureAssumed, WorkbenchError
     from workbench.interventions import INTERVENTIONS
-    from workbench.interventions.edits.context import edited
+    from workbench.interventions.edits.kinds import edited
     from workbench.measurement.measuring import measure
     from workbench.metrics import METRICS
     from workbench.models.composition import build
@@ -52,7 +52,7 @@ _HOMES = {
     "equal": "workbench.observing.equality",
     "plot": "workbench.plots",
     "decompose": "workbench.models.decomposition",
-    "edited": "workbench.interventions.edits.context",
+    "edited": "workbench.interventions.edits.kinds",
     "xray": "workbench.reports.xray",
     "ARCHITECTURES": "workbench.models.registry",
     "METRICS": "workbench.metrics",

@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workbench.data.foreign_tokenizer import ForeignTokenizer
-from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, Tokenizer
+from workbench.data.tokenizer import BOS, BOS_ID, EOS, EOS_ID, ForeignTokenizer, Tokenizer
 from workbench.data.tokenizer_limits import open_backend
 from workbench.errors import BadCheckpoint, BadData
 from workbench.files import read_text, write_json

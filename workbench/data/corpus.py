@@ -1,6 +1,8 @@
-"""Text corpora: documents of a user's files or the embedded text, split by source into training and validation.
+"""Text corpora: documents of a user's files, of `datasets` or the embedded text, split by source into training and validation.
 
-A hash of a source's name decides its side. The embedded text has the domains `python` (code) and `prose` (docstrings).
+A hash of a source's name decides its side. Rows of JSON Lines and Parquet files and of datasets are one document each. A dataset is
+named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`). The embedded text has
+the domains `python` (code) and `prose` (docstrings).
 """
 
 from __future__ import annotations
@@ -12,17 +14,109 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from workbench.data.texts import TABLES, dataset_rows, is_dataset, joined, rows_of_file
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, suggest
 from workbench.files import MAX_CORPUS, open_regular, read_bytes, read_json, replacing, write_json
+from workbench.places import SHIPPED
+
+COLUMNS = ("text", "content")
+TABLES = (".jsonl", ".parquet")
+NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
+
+
+def is_dataset(name: object) -> bool:
+    """Return whether a path or text is the name of a dataset."""
+    return str(name).startswith("datasets:")
+
+
+def rows_of_file(path: Path, data: bytes) -> list[str]:
+    """Return the texts of a .jsonl or .parquet file; raises `BadData` with the line or the columns that do not fit."""
+    texts = list(_json_lines(path, data) if path.suffix == ".jsonl" else _parquet(path, data))
+    if not any(text.strip() for text in texts):
+        raise BadData(f"{path} holds no text; leave it out")
+    return [text for text in texts if text.strip()]
+
+
+def _json_lines(path: Path, data: bytes) -> Iterator[str]:
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise BadData(f"{path}, line {number}, is no JSON: {error}") from error
+        if isinstance(row, dict):
+            row = row[_column([k for k, v in row.items() if isinstance(v, str)], list(row), f"{path}, line {number}")]
+        if not isinstance(row, str):
+            raise BadData(f"{path}, line {number}, is a {type(row).__name__}; give objects with a text, or texts")
+        yield _whole(row, f"{path}, line {number}")
+
+
+def _parquet(path: Path, data: bytes) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+            column = _column(texts, schema.names, str(path))
+            for batch in file.iter_batches(columns=[column]):
+                yield from (_whole(text, str(path)) for text in batch.column(0).to_pylist() if text is not None)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadData(f"{path} is damaged or no Parquet file: {error}") from error
+
+
+def dataset_rows(name: str, most_bytes: int) -> tuple[str, list[str]]:
+    """Return (domain, texts) of a dataset by name; raises `BadData` if it is unavailable or larger than `most_bytes`."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise BadData(f"{name!r} names no dataset; write datasets:NAME, datasets:NAME@CONFIG or datasets:NAME:SPLIT")
+    import datasets
+
+    try:
+        table: Any = datasets.load_dataset(match["name"], match["config"], split=match["split"] or "train")
+    except Exception as error:  # whatever network, cache and other people's files come to
+        reason = next(iter(str(error).splitlines()), "")
+        raise BadData(f"the dataset {match['name']!r} cannot be loaded: {type(error).__name__}: {reason}") from error
+    strings = [k for k, f in table.features.items() if getattr(f, "dtype", None) in ("string", "large_string")]
+    column, texts, size = _column(strings, table.column_names, name), [], 0
+    for text in table[column]:
+        size += len((text or "").encode("utf-8", "surrogatepass"))
+        if size > most_bytes:
+            raise BadData(f"{name} has more than {most_bytes} bytes of text; take a part, such as :train[:1%]")
+        if text and text.strip():
+            texts.append(_whole(text, name))
+    return Path(match["name"]).name, texts
+
+
+def _column(texts: Sequence[str], names: Iterable[str], where: str) -> str:
+    """Return the text column: `text`, `content`, or the only one with text."""
+    columns = [c for c in COLUMNS if c in texts] or list(texts)
+    if not columns or (len(columns) > 1 and columns[0] not in COLUMNS):
+        raise BadData(f"{where}: which column is the text? Call it {COLUMNS[0]!r}; {suggest(COLUMNS[0], list(names))}")
+    return columns[0]
+
+
+def _whole(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadData(f"{where} holds half a character; give valid Unicode text") from error
+    return text.replace("\r\n", "\n")
+
+
+def joined(texts: Iterable[str]) -> bytes:
+    """Return the bytes of texts, for hashing."""
+    return b"".join(itertools.chain.from_iterable((text.encode(), b"\0") for text in texts))
+
 
 SPLITS = ("train", "validation")
 VALIDATION = 0.1
@@ -62,7 +156,6 @@ class Corpus:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The domains in alphabetical order."""
         return tuple(sorted({document.domain for document in self.documents}))
 
     @cached_property
@@ -93,7 +186,8 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
     """Return a corpus of UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`.
 
     Files are cut into documents of roughly 4 to 16 kB at blank lines or line ends. From ten files on, a file lies on one side; with fewer,
-    each document does. A folder's domain is its name; single files are the domain `text`.
+    each document does. A folder's domain is its name; single files are the domain `text`. Repeated paragraphs are dropped, from
+    validation first; an empty side is refused.
     """
     if not 0 < validation < 1:
         raise BadData(f"validation is {validation}; give a share between 0 and 1, such as {VALIDATION}")
@@ -102,7 +196,22 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
     if size < MIN_BYTES:
         raise BadData(f"{size} bytes of text in {len(files)} files are too little; give at least {MIN_BYTES} bytes")
     manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
-    return _finish(_choose_sides(documents, validation), manifest)
+    ordered = sorted(_choose_sides(documents, validation), key=lambda document: SPLITS.index(document.split))
+    blocks = []  # (document, paragraph with the blank lines after it)
+    for owner, document in enumerate(ordered):
+        ends = [0, *(match.end() for match in BLANK.finditer(document.text)), len(document.text)]
+        blocks += [(owner, document.text[a:b]) for a, b in itertools.pairwise(ends) if a < b]
+    repeated = _repeats([block for _, block in blocks], [ordered[o].split == "validation" for o, _ in blocks])
+    texts = [""] * len(ordered)
+    for (owner, block), drop in zip(blocks, repeated, strict=True):
+        texts[owner] += "" if drop else block
+    left = tuple(replace(d, text=t) for d, t in zip(ordered, texts, strict=True) if len(t.strip()) >= MIN_DOCUMENT)
+    dropped = {"dropped_paragraphs": int(repeated.sum()), "dropped_documents": len(ordered) - len(left)}
+    corpus = Corpus(left, {"python": platform.python_version()} | manifest | dropped)
+    for split in SPLITS:
+        if not corpus.split(split):
+            raise BadData(f"no {split} text is left once repeats are dropped; give more text, or more varied text")
+    return corpus
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
@@ -116,7 +225,17 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
     for path, (domain, data) in contents.items():
         source = path.relative_to(common).as_posix().encode("utf-8", "backslashreplace").decode()
         files.append(_entry(source, data))
-        rows = rows_of_file(path, data) if path.suffix in TABLES else [_checked_text(path, data)]
+        if path.suffix in TABLES:
+            rows = rows_of_file(path, data)
+        elif not data.strip():
+            raise BadData(f"{path} is empty; leave it out")
+        elif (position := data.find(b"\0")) >= 0:
+            raise BadData(f"{path} is binary (a NUL byte at offset {position}); give text")
+        else:
+            try:
+                rows = [data.decode("utf-8-sig").replace("\r\n", "\n")]
+            except UnicodeDecodeError as error:
+                raise BadData(f"{path} is not UTF-8 (byte offset {error.start}); convert it to UTF-8 first") from error
         documents += _cut(source, domain, split, rows)
     for name in named:
         domain, rows = dataset_rows(name, MAX_CORPUS)
@@ -198,17 +317,6 @@ def _text_files(paths: list[Path]) -> dict[Path, tuple[str, bytes]]:
     return contents
 
 
-def _checked_text(path: Path, data: bytes) -> str:
-    if not data.strip():
-        raise BadData(f"{path} is empty; leave it out")
-    if (position := data.find(b"\0")) >= 0:
-        raise BadData(f"{path} is binary (a NUL byte at offset {position}); give text")
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise BadData(f"{path} is not UTF-8 (byte offset {error.start}); convert it to UTF-8 first") from error
-
-
 def _choose_sides(documents: list[Document], share: float) -> list[Document]:
     """Move files (or documents, of fewer than ten files) to validation, by hashed name, up to a `share` of the text."""
     files = {document.source.rpartition("#")[0] for document in documents}
@@ -234,26 +342,6 @@ def _fraction(purpose: str, name: str) -> float:
     return int.from_bytes(hashlib.sha256(f"workbench {purpose} {name}".encode()).digest()[:6], "big") / 2**48
 
 
-def _finish(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
-    """Return a corpus without repeated paragraphs, which validation loses first; an empty side is refused."""
-    ordered = sorted(documents, key=lambda document: SPLITS.index(document.split))
-    blocks = []  # (document, paragraph with the blank lines after it)
-    for owner, document in enumerate(ordered):
-        ends = [0, *(match.end() for match in BLANK.finditer(document.text)), len(document.text)]
-        blocks += [(owner, document.text[a:b]) for a, b in itertools.pairwise(ends) if a < b]
-    repeated = _repeats([block for _, block in blocks], [ordered[o].split == "validation" for o, _ in blocks])
-    texts = [""] * len(ordered)
-    for (owner, block), drop in zip(blocks, repeated, strict=True):
-        texts[owner] += "" if drop else block
-    kept = tuple(replace(d, text=t) for d, t in zip(ordered, texts, strict=True) if len(t.strip()) >= MIN_DOCUMENT)
-    dropped = {"dropped_paragraphs": int(repeated.sum()), "dropped_documents": len(ordered) - len(kept)}
-    corpus = Corpus(kept, {"python": platform.python_version()} | manifest | dropped)
-    for split in SPLITS:
-        if not corpus.split(split):
-            raise BadData(f"no {split} text is left once repeats are dropped; give more text, or more varied text")
-    return corpus
-
-
 def _repeats(blocks: list[str], strict: list[bool]) -> np.ndarray:
     """Return whether each block repeats earlier ones: in half of its windows of 25 words or, if strict, in one window."""
     vocabulary: dict[str, int] = {}
@@ -271,3 +359,12 @@ def _repeats(blocks: list[str], strict: list[bool]) -> np.ndarray:
     _, first, same = np.unique(windows[place], return_index=True, return_inverse=True)
     seen = np.bincount(owner, weights=owner[first][same] < owner, minlength=len(blocks))
     return (seen > 0) & (np.array(strict) | (2 * seen >= counts))
+
+
+cached_corpus = lru_cache(maxsize=1)(load_corpus)
+
+
+def embedded(max_bytes: int | None = None) -> Corpus:
+    """Return the embedded corpus, or a sample of at most `max_bytes`; raises `BadData` if it does not match its manifest."""
+    corpus = cached_corpus(SHIPPED / "corpus")
+    return corpus if max_bytes is None else within(corpus, max_bytes)

@@ -1,6 +1,6 @@
-"""Data sources: text, synthetic tasks and token files. Training batches are a function of (seed, step) alone.
+"""Data sources: text, synthetic tasks and token files, made or opened from a run's description.
 
-Measuring reads at most one window per document.
+Training batches are a function of (seed, step) alone. Measuring reads at most one window per document.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from workbench.config import PRESETS
 from workbench.data import corpus as corpora
-from workbench.data.embedded import embedded
-from workbench.data.tasks import BackcopyTokens, RepeatedTokens
+from workbench.data.corpus import embedded
+from workbench.data.tasks import SHARPNESS, START, backcopy_tokens, check_numbers, repeated_tokens, task_generator
 from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, local, write_json
 
 
@@ -38,7 +38,6 @@ class Sample:
 
     @cached_property
     def hash(self) -> str:
-        """Content address of the ids and their documents."""
         return digest(self.ids.numpy().tobytes(), list(self.ids.shape), list(self.documents))
 
 
@@ -49,17 +48,19 @@ class Data(Protocol):
     @property
     def kind(self) -> str: ...
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any: ...  # None for tokens without text
     @property
-    def hash(self) -> str: ...
+    def hash(self) -> str: ...  # content address
     @property
-    def d_vocab(self) -> int: ...
+    def d_vocab(self) -> int: ...  # size of the vocabulary
     @property
     def domains(self) -> tuple[str, ...]: ...
-    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...
+    def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...  # the training batch of a step [size, T]
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample: ...
-    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]: ...
-    def describe(self) -> dict[str, Any]: ...
+    def readings(
+        self, per_token: Tensor, tokens: Tensor
+    ) -> dict[str, Tensor]: ...  # of the loss per token [batch, T - 1]
+    def describe(self) -> dict[str, Any]: ...  # the description in `run.json`
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,14 @@ class TextData:
 
     @cached_property
     def hash(self) -> str:
-        """Content address of documents, tokenizer and the start-token option."""
         return digest(self.corpus.hash, self.tokenizer.hash, self.bos)
 
     @property
     def d_vocab(self) -> int:
-        """Size of the vocabulary."""
         return self.tokenizer.vocab_size
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Domains of the corpus."""
         return self.corpus.domains
 
     @cached_property
@@ -92,7 +90,6 @@ class TextData:
 
     @cached_property
     def validation(self) -> TokenDocuments:
-        """The validation documents as tokens."""
         return tokenize(self.corpus, self.tokenizer, "validation", bos=self.bos)
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
@@ -105,11 +102,9 @@ class TextData:
         return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Return further training metrics of the loss per token [batch, T - 1]: none for text."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the data in `run.json`."""
         return {"kind": "text", "hash": self.hash, "bos": self.bos, "domains": list(self.domains)}
 
     def save(self, root: Path) -> Path:
@@ -145,12 +140,10 @@ class _TokensAlone:
 
     @property
     def tokenizer(self) -> None:
-        """Return None: the tokens have no text."""
         return
 
     @property
     def d_vocab(self) -> int:
-        """Size of the vocabulary."""
         return self.vocabulary
 
     def _refuse_other(self, domain: str | None) -> None:
@@ -171,37 +164,43 @@ class RepeatedData(_TokensAlone):
     kind: str = "repeated"
     domains: tuple[str, ...] = ("repeated",)
 
-    def _task(self, T: int) -> RepeatedTokens:
-        if T % 2 or T < 4:
-            raise BadData(f"T={T}: repeated sequences need an even length of at least 4")
-        return RepeatedTokens(vocabulary=self.vocabulary, period=T // 2, shortest=self.shortest)
-
     @property
     def hash(self) -> str:
-        """Content address of the task."""
         return digest("repeated", self.vocabulary, self.shortest)
 
+    def _drawn(self, n: int, T: int, generator: torch.Generator, shortest: int | None) -> Tensor:
+        if T % 2 or T < 4:
+            raise BadData(f"T={T}: repeated sequences need an even length of at least 4")
+        if shortest is not None and not 1 <= shortest <= T // 2:
+            raise BadData(f"shortest is {shortest}; it must lie within 1..{T // 2}, the longest period")
+        return repeated_tokens(n, T // 2, self.vocabulary, generator=generator, shortest=shortest)
+
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Return the batch of a step [size, T]."""
-        return self._task(T).batch(step, size, seed)
+        check_numbers(step=(step, 0), seed=(seed, 0))
+        return self._drawn(size, T, task_generator("repeated", seed, step), self.shortest)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """Return validation sequences, each a document."""
+        """Return sequences of the longest period, each a document, apart from all training steps."""
         self._refuse_other(domain)
-        return Sample(self._task(T).validation(n, seed), range(n), "validation", "repeated")
+        check_numbers(seed=(seed, 0))
+        ids = self._drawn(n, T, task_generator("repeated validation", seed), None)
+        return Sample(ids, range(n), "validation", "repeated")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Return `copy_loss`: the mean loss in the second half from its second token on."""
         return {"copy_loss": per_token[:, (per_token.shape[1] + 1) // 2 :].mean()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the data in `run.json`."""
         return self._described(shortest=self.shortest)
 
 
 @dataclass(frozen=True)
 class BackcopyData(_TokensAlone):
-    """A bigram chain with trigger tokens, after which the token before them is copied; id 0 starts all sequences or none."""
+    """Bigram-Backcopy: a bigram chain with trigger tokens, after which the token before them is copied; id 0 starts all sequences.
+
+    After Guo et al. (2024), Active-Dormant Attention Heads (arXiv 2410.13835). Their chain is from letters of Shakespeare; ours is the
+    softmax of N(0, 2^2) log odds, the same for every seed. Without `start` a sequence begins inside the chain.
+    """
 
     vocabulary: int = 64
     triggers: int = 4
@@ -209,31 +208,46 @@ class BackcopyData(_TokensAlone):
     kind: str = "backcopy"
     domains: tuple[str, ...] = ("backcopy",)
 
-    @cached_property
-    def _task(self) -> BackcopyTokens:
-        return BackcopyTokens(vocabulary=self.vocabulary, triggers=self.triggers, start=self.start)
-
     @property
     def hash(self) -> str:
-        """Content address of the task."""
-        return self._task.hash
+        return digest("backcopy", self.vocabulary, self.triggers, *([] if self.start else ["no start"]))
+
+    @cached_property
+    def chain(self) -> Tensor:
+        """Probabilities of the next token [vocabulary, vocabulary]; rows of triggers, the last ids, are unused."""
+        check_numbers(vocabulary=(self.vocabulary, 4), triggers=(self.triggers, 1))
+        if self.triggers > self.vocabulary - 3:
+            most = f"a vocabulary of {self.vocabulary} leaves at most {self.vocabulary - 3}"
+            raise BadData(f"triggers is {self.triggers}; {most}")
+        odds = SHARPNESS * torch.randn(self.vocabulary, self.vocabulary, generator=task_generator("backcopy chain"))
+        odds[:, START] = -torch.inf
+        odds[START, -self.triggers :] = -torch.inf
+        return odds.softmax(1)
+
+    def _is_trigger(self, tokens: Tensor) -> Tensor:
+        return tokens >= self.vocabulary - self.triggers
+
+    def _drawn(self, n: int, T: int, generator: torch.Generator) -> Tensor:
+        without, triggers = int(not self.start), self._is_trigger(torch.arange(self.vocabulary))
+        return backcopy_tokens(n, T + without, self.chain, triggers, generator=generator)[:, without:]
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        """Return the batch of a step [size, T]."""
-        return self._task.batch(step, size, T, seed)
+        check_numbers(step=(step, 0), seed=(seed, 0))
+        return self._drawn(size, T, task_generator("backcopy", seed, step))
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
-        """Return validation sequences, each a document."""
+        """Return sequences, each a document, apart from all training steps."""
         self._refuse_other(domain)
-        return Sample(self._task.validation(n, T, seed), range(n), "validation", "backcopy", self)
+        check_numbers(seed=(seed, 0))
+        ids = self._drawn(n, T, task_generator("backcopy validation", seed))
+        return Sample(ids, range(n), "validation", "backcopy", self)
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         """Return `copy_loss`, the mean loss of tokens after a trigger (NaN without any), and `chain_loss`, of all others."""
-        copied = self._task.is_trigger(tokens[:, :-1])
+        copied = self._is_trigger(tokens[:, :-1])
         return {"copy_loss": per_token[copied].mean(), "chain_loss": per_token[~copied].mean()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the data in `run.json`."""
         return self._described(triggers=self.triggers, bos="first" if self.start else None)
 
 
@@ -254,7 +268,6 @@ class TokenData(_TokensAlone):
 
     @cached_property
     def hash(self) -> str:
-        """Content address of the ids of both sides."""
         sha = hashlib.sha256()
         for ids in (self.train, self.validation):
             for begin in range(0, len(ids), 1 << 22):  # a piece at a time: the files may be larger than memory
@@ -273,11 +286,9 @@ class TokenData(_TokensAlone):
         return Sample(torch.from_numpy(windows[order].astype(np.int64)), [int(i) for i in order], "validation")
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        """Return further training metrics of the loss per token [batch, T - 1]: none."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of the data in `run.json`."""
         return self._described(files=list(self.files))
 
 
@@ -353,3 +364,56 @@ def prepare(
     if root is not None:
         data.save(root)
     return data
+
+
+def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = None) -> Data:
+    """Return the data that a run was trained on, from its description.
+
+    The embedded text needs only its `tokenizer`. Raises `BadCheckpoint` if another corpus is not in `root`.
+    """
+    kind, name = description.get("kind"), str(description.get("hash"))
+    sizes = {key for key, value in description.items() if type(value) is int and 0 < value < 2**31}
+    if kind == "tokens":
+        try:
+            tokens = open_tokens([str(f) for f in description["files"]], int(description["vocabulary"]))
+        except (BadData, KeyError, TypeError, ValueError) as error:
+            what = f"the token files this run was trained on cannot be read: {error}"
+            raise BadCheckpoint(f"{what}; give data= instead") from error
+        if tokens.hash != name:
+            changed = f"{', '.join(tokens.files)} are no longer what this run was trained on"
+            raise BadCheckpoint(f"{changed}; give data= instead")
+        return tokens
+    if kind == "repeated" and "vocabulary" in sizes and ("shortest" in sizes or description.get("shortest") is None):
+        return RepeatedData(description["vocabulary"], description.get("shortest"))
+    if kind == "backcopy" and {"vocabulary", "triggers"} <= sizes:
+        with_start = description.get("bos", "first") is not None  # older runs say nothing of it, and all had one
+        return BackcopyData(description["vocabulary"], description["triggers"], with_start)
+    if kind == "imported":
+        raise BadCheckpoint(
+            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--text FILE)"
+        )
+    if kind != "text" or Path(name).name != name or name == "..":
+        raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
+    if not (root / name / "data.json").exists():
+        if tokenizer is not None and tokenizer.is_file():
+            data = _of_embedded_text(tokenizer, tokenizer.stat().st_mtime_ns, description.get("bos"))
+            if data.hash == name:
+                return data
+        raise BadCheckpoint(f"the corpus {name} this run was trained on is not under {root}; give data= instead")
+    return _open_text(root / name, description.get("bos"))
+
+
+@lru_cache(maxsize=2)  # named by its content; tokenising it again for each checkpoint would cost more than measuring
+def _open_text(folder: Path, bos: Any) -> TextData:
+    try:
+        data = TextData(corpora.load_corpus(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
+    except BadData as error:
+        raise BadCheckpoint(str(error)) from error
+    if data.hash != folder.name:
+        raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
+    return data
+
+
+@lru_cache(maxsize=2)
+def _of_embedded_text(tokenizer: Path, changed: int, bos: Any) -> TextData:
+    return TextData(embedded(), Tokenizer.load(tokenizer), bos)

@@ -112,13 +112,7 @@ def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
 
 def linear(pattern: str) -> bool:
     """Return whether a pattern consists of alternatives that published tokenizers have, and takes linear time."""
-    branches = {*_branches(pattern)}
-    return pattern in LINEAR or all(b in LINEAR or ENDED.get(b) in branches for b in branches)
-
-
-def _branches(pattern: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern outside of groups and classes."""
-    depth, begin, inside, i = 0, 0, False, 0
+    branches, depth, begin, inside, i = set(), 0, 0, False, 0  # the alternatives outside of groups and classes
     while i < len(pattern):
         sign = pattern[i]
         if sign == "\\":
@@ -130,10 +124,11 @@ def _branches(pattern: str) -> Iterator[str]:
         elif sign in "()":
             depth += 1 if sign == "(" else -1
         elif sign == "|" and not depth:
-            yield pattern[begin:i]
+            branches.add(pattern[begin:i])
             begin = i + 1
         i += 1
-    yield pattern[begin:]
+    branches.add(pattern[begin:])
+    return pattern in LINEAR or all(b in LINEAR or ENDED.get(b) in branches for b in branches)
 
 
 class LimitedBackend:
@@ -153,15 +148,12 @@ class LimitedBackend:
         return LimitedBackend, (self._text, self._settings)
 
     def to_str(self, pretty: bool = False) -> str:
-        """The text of the tokenizer.json."""
         return self._text
 
     def encode(self, text: str, add_special_tokens: bool = False) -> SimpleNamespace:
-        """An encoding with `ids`; raises `BadData` beyond the limits."""
         return SimpleNamespace(ids=self._ask("encode", text, len(text)))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; raises `BadData` beyond the limits."""
         ids = list(ids)
         return str(self._ask("decode", ids, len(ids)))
 

@@ -6,45 +6,21 @@ how, means)` the one behind `value_ablation`. Importing this package registers e
 
 from workbench.interventions import (
     ablation,
-    depth_routing,
     first_token,
     gradients,
     lens,
     mixing,
-    readers,
     retention,
     similarity,
     throughput,
-    values,
 )
+from workbench.interventions.ablation import TokenMeans, replaced, token_means, value_ablation
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.edits.base import Edit
-from workbench.interventions.edits.coefficient import coefficients
-from workbench.interventions.edits.context import edited
-from workbench.interventions.edits.kinds import as_edits
-from workbench.interventions.values import TokenMeans, replaced, token_means, value_ablation
+from workbench.interventions.edits.kinds import as_edits, coefficients, edited
 
 __all__ = [
-    "INTERVENTIONS",
-    "Edit",
-    "Intervention",
-    "TokenMeans",
-    "ablation",
-    "as_edits",
-    "coefficients",
-    "depth_routing",
-    "edited",
-    "first_token",
-    "gradients",
-    "intervention",
-    "lens",
-    "mixing",
-    "readers",
-    "replaced",
-    "retention",
-    "similarity",
-    "throughput",
-    "token_means",
-    "value_ablation",
-    "values",
+    "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited",
+    "first_token", "gradients", "intervention", "lens", "mixing", "replaced", "retention", "similarity", "throughput",
+    "token_means", "value_ablation",
 ]  # fmt: skip

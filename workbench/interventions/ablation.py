@@ -1,17 +1,23 @@
-"""Ablations of paths: the value shortcut, one attention, one MLP."""
+"""Ablations: the value shortcut, one attention, one MLP, one reader of the stream, and values replaced by means."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, intervention, losses, mean_row
+from workbench.errors import UnknownName, WorkbenchError
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row, text_of
+from workbench.models.decomposition import decompose
 from workbench.models.hook_points import read_only
+from workbench.models.hooked import HookedModel
+from workbench.models.transformer import Transformer
 
 _BRANCH = re.compile(r"blocks\.(\d+)\.attn\.(?:source\.\d+|table|cross(?:\.\d+)?)\.hook_v")
 
@@ -31,18 +37,6 @@ def _read(model: Any, ids: Tensor, names: list[str], read: Callable[[str, Tensor
         model(ids, return_type=None)
 
 
-def _position_mean(model: Any, batches: list[Tensor], names: list[str]) -> dict[str, Tensor]:
-    totals: dict[str, Tensor] = {}
-
-    def add(name: str, value: Tensor) -> None:
-        totals[name] = totals.get(name, 0) + value.sum((0, 1), dtype=torch.float64)
-
-    for ids in batches:
-        _read(model, ids, names, add)
-    count = sum(ids.numel() for ids in batches)
-    return {name: total / count for name, total in totals.items()}
-
-
 @intervention(
     unit="nats", range="any", reading="higher: the shortcut matters more",
     source="Zhou et al. 2025 (shortcut removed from a trained model); controls ours", version=2,
@@ -60,12 +54,29 @@ def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     batches = batches_of(model, sample, batch)
     if not by_layer:
         return
-    everything = [name for names in by_layer.values() for name in names]
-    means, plain = _position_mean(model, batches, everything), losses(model, batches)
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = sums.get(name, 0) + value.sum((0, 1), dtype=torch.float64)
+
+    for ids in batches:
+        _read(model, ids, [name for names in by_layer.values() for name in names], add)
+    means = {name: total / sum(ids.numel() for ids in batches) for name, total in sums.items()}
+
+    def shuffled(value: Tensor, hook: Any) -> Tensor:
+        order = torch.randperm(value.shape[1], generator=torch.Generator().manual_seed(value.shape[1]))
+        return value[:, order.to(value.device)]
+
+    changes: dict[str, Callable[..., Tensor]] = {
+        "zero": lambda value, hook: torch.zeros_like(value),
+        "mean": lambda value, hook: means[hook.name].to(value).expand_as(value),
+        "shuffled": shuffled,
+    }
+    plain = losses(model, batches)
     for layers in [*([n] for n in sorted(by_layer)), sorted(by_layer)]:
         names = [name for n in layers for name in by_layer[n]]
         axes = {"layer": layers[0]} if len(layers) == 1 else {}
-        for how, change in _changes(means).items():
+        for how, change in changes.items():
             with model.hooks([(name, change) for name in names]):
                 yield mean_row(losses(model, batches) - plain, variant=how, unit="nats", **axes)
         yield mean_row(_losses_of_others(model, sample, batch, names) - plain, variant="other", unit="nats", **axes)
@@ -73,29 +84,17 @@ def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
             break
 
 
-def _changes(means: dict[str, Tensor]) -> dict[str, Callable[..., Tensor]]:
-    def shuffled(value: Tensor, hook: Any) -> Tensor:
-        order = torch.randperm(value.shape[1], generator=torch.Generator().manual_seed(value.shape[1]))
-        return value[:, order.to(value.device)]
-
-    return {
-        "zero": lambda value, hook: torch.zeros_like(value),
-        "mean": lambda value, hook: means[hook.name].to(value).expand_as(value),
-        "shuffled": shuffled,
-    }
-
-
 def _losses_of_others(model: Any, sample: Any, batch: int, names: list[str]) -> Tensor:
     """Loss per document with the values of the preceding document at these points, independent of the batches."""
     others, only = replace(sample, ids=sample.ids.roll(1, 0)), len(sample.ids) == 1
-    found = []
+    changed = []
     for ids, before in zip(batches_of(model, sample, batch), batches_of(model, others, batch), strict=True):
         values: dict[str, Tensor] = {}
         _read(model, before, names, values.__setitem__)
         put = lambda _, hook, values=values: values.pop(hook.name).flip(1) if only else values.pop(hook.name)  # noqa: E731
         with model.hooks([(name, put) for name in names]):
-            found.append(losses(model, [ids]))
-    return torch.cat(found)
+            changed.append(losses(model, [ids]))
+    return torch.cat(changed)
 
 
 @intervention(
@@ -128,10 +127,9 @@ def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator
 def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """How well two shortcuts reproduce cross-layer attention to the previous layer, per layer of the unmodified model.
 
-    Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, as in a value
-    residual. `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n
-    alone, the baseline. Mean cosine over tokens of the head outputs together. A model of one layer has no rows.
-    Caution: meant for a vanilla model.
+    Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, as in a value residual.
+    `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n alone, the baseline. Mean
+    cosine over tokens of the head outputs together. A model of one layer has no rows. Caution: meant for a vanilla model.
     """
     from workbench.kernels.joint import Softmax, joint_attention
 
@@ -139,7 +137,7 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     names = [f"blocks.{n}.attn.hook_{x}" for n in range(layers) for x in ("rot_q", "rot_k", "v")]
     if any(name not in model.hook_dict for name in names):
         return
-    cosines: dict[tuple[int, str], list[Tensor]] = {}
+    cosines = ByDocument()
     for ids in batches_of(model, sample, batch):
         _, cache = model.run_with_cache(ids, names_filter=names)
         q, k, v = ([cache[f"blocks.{n}.attn.hook_{x}"] for n in range(layers)] for x in ("rot_q", "rot_k", "v"))
@@ -154,7 +152,215 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
             guesses |= {"identity_all": own + wide(earlier), "own": own}
             for how, guess in guesses.items():
                 cosine = torch.cosine_similarity(exact.flatten(2).double(), guess.flatten(2).double(), dim=-1)
-                cosines.setdefault((n, how), []).append(cosine.mean(1).cpu())
-    for (layer, how), parts in cosines.items():
-        row = mean_row(torch.cat(parts), layer=layer, unit="cosine")
-        yield row | ({"control": "own"} if how == "own" else {"variant": how})
+                cosines.add(cosine.mean(1), layer=n, unit="cosine", **{"control" if how == "own" else "variant": how})
+    yield from cosines.rows()
+
+
+SITES = ("own_v", "v", "q", "k")
+REPLACEMENTS = ("token_mean", "mean", "zero")
+TABLE_TOKENS = 65_536  # enough to see nearly every id of a small vocabulary
+Groups = list[tuple[list[int], dict[str, int]]]  # layers that are replaced together, and the axes of their rows
+
+
+def _hooks(model: HookedModel, site: str, layers: Sequence[int]) -> dict[int, str]:
+    if site not in SITES:
+        raise UnknownName("site", site, SITES)
+    return {layer: name for layer, name in hook_points(model, site).items() if layer in layers}
+
+
+@dataclass(frozen=True)
+class TokenMeans:
+    """Mean of a site per token id and layer: `counts` [d_vocab], `sums` {layer: [type, head, d_head]} of ids that occur, ascending."""
+
+    site: str
+    counts: Tensor
+    sums: dict[int, Tensor]
+
+    def seen(self, tokens: Tensor) -> Tensor:
+        """Which of the ids [batch, pos] the table has a mean for."""
+        return (self.counts > 0).to(tokens.device)[tokens]
+
+    def replacement(self, layer: int, tokens: Tensor, how: str) -> Tensor:
+        """Replacement values for ids [batch, pos], or one for all: [..., head, d_head], float64.
+
+        Zero under `token_mean` where the table has never seen the id.
+        """
+        sums, there = self.sums[layer], self.counts > 0
+        if how == "zero":
+            return torch.zeros_like(sums[0], device=tokens.device)
+        if how == "mean":
+            return (sums.sum(0) / self.counts.sum()).to(tokens.device)
+        ids = tokens.cpu()
+        shares = there[ids] / self.counts[ids].clamp_min(1)
+        return (sums[there.cumsum(0).sub(1).clamp_min(0)[ids]] * shares[..., None, None]).to(tokens.device)
+
+
+@torch.no_grad()
+def token_means(model: HookedModel, site: str, batches: Sequence[Tensor]) -> TokenMeans:
+    """Means per token id over training batches [batch, pos], at every layer that has the site."""
+    hooks = _hooks(model, site, range(model.config.n_layers))
+    counts = torch.zeros(model.config.d_vocab, dtype=torch.double)
+    texts = [text_of(model, tokens) for tokens in batches]
+    for tokens, text in zip(batches, texts, strict=True):
+        counts += tokens[text].bincount(minlength=len(counts)).double().cpu()
+    place, types = (counts > 0).cumsum(0).sub(1), int((counts > 0).sum())
+    sums: dict[int, Tensor] = {}
+    for tokens, text in zip(batches, texts, strict=True):
+        rows = place[tokens[text].cpu()]
+
+        def add(tensor: Tensor, hook: Any, rows: Tensor = rows, text: Tensor = text) -> None:
+            flat = tensor[text].double().cpu()
+            total = sums.setdefault(int(hook.layer()), flat.new_zeros(types, *flat.shape[1:]))
+            total.index_add_(0, rows, flat)
+
+        with model.hooks([(name, add) for name in hooks.values()]):
+            model(tokens, return_type=None)
+    return TokenMeans(site, counts, sums)
+
+
+@contextmanager
+def replaced(
+    model: HookedModel, tokens: Tensor, layers: Sequence[int], how: str, means: TokenMeans
+) -> Iterator[HookedModel]:
+    """While open, the vectors of the site of `means` at `layers` are replaced for runs on `tokens` [batch, pos].
+
+    `how`: `token_mean` (the mean of the position's token id), `mean` (the mean over all tokens) or `zero`. Tokens that the
+    table has never seen keep their own vectors under all three. Raises `UnknownName` for another way or site,
+    `WorkbenchError` where no chosen layer has the site.
+    """
+    if how not in REPLACEMENTS:
+        raise UnknownName("replacement", how, REPLACEMENTS)
+    hooks = _hooks(model, means.site, layers)
+    if not hooks:
+        raise WorkbenchError(f"{model.architecture} has no {means.site} at layers {list(layers)}")
+    seen = means.seen(tokens)[..., None, None]
+
+    def swap(tensor: Tensor, hook: Any) -> Tensor:
+        return torch.where(seen, means.replacement(int(hook.layer()), tokens, how).to(tensor), tensor)
+
+    with model.hooks([(name, swap) for name in hooks.values()]):
+        yield model
+
+
+@intervention(
+    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780",
+    by_document=True,
+)  # fmt: skip
+def value_ablation(
+    model: HookedModel, sample: Any, data: Any, batch: int, *, sites: Sequence[str] = ("own_v",)
+) -> Iterator[dict[str, Any]]:
+    """Change of the validation loss when values are replaced by their per-token mean, their mean, or zero.
+
+    Per layer, and for all layers after the first together (no layer). The table of means comes from 65,536 tokens of
+    training documents. Positions with other ids keep their values under all three replacements, so all three cover the same
+    positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies.
+    The first layer's own values are a function of the token, so their change under the token mean is exactly 0 up to
+    rounding: a built-in check. Own values are replaced at their projection, and so in every layer that reads them (value
+    residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values in that layer only. Caution:
+    zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
+    """
+    for site in sites:
+        means = _training_means(model, sample, data, batch, site, max(1, TABLE_TOKENS // sample.ids.shape[1]))
+        layers = sorted(means.sums)
+        groups: Groups = [([layer], {"layer": layer}) for layer in layers]
+        groups += [([layer for layer in layers if layer], {})]
+        yield from _replacement_rows(model, sample, batch, means, groups, REPLACEMENTS)
+
+
+@intervention(
+    unit="nats", range="any", reading="lower: less context is needed", source="after Bank of Values, arXiv 2606.02780",
+    by_document=True,
+)  # fmt: skip
+def deep_value_ablation(model: HookedModel, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Change of the validation loss when all own values after the first layer are replaced at once, in four passes.
+
+    `token_mean`, `zero` and `kept` as in `value_ablation`, without its row for each layer. `seen`: the share of positions whose
+    id the table has a mean for; others keep their values. Caution: the table comes from as many documents as are measured,
+    so rare ids have means of one or two vectors. They cost more than the means of `value_ablation`'s 65,536 tokens: `kept` is low.
+    """
+    means = _training_means(model, sample, data, batch, "own_v", len(sample.ids))
+    deep = [layer for layer in sorted(means.sums) if layer]
+    yield from _replacement_rows(model, sample, batch, means, [(deep, {})], ("token_mean", "zero"))
+    text = torch.ones_like(sample.ids, dtype=torch.bool) if sample.segments is None else sample.segments.is_text
+    yield mean_row((means.seen(sample.ids) & text).sum(1) / text.sum(1), site="own_v", variant="seen", unit="share")
+
+
+def _training_means(model: HookedModel, sample: Any, data: Any, batch: int, site: str, documents: int) -> TokenMeans:
+    """Return a table of means from training sequences, which do not depend on the batch size."""
+    if data is None:
+        raise WorkbenchError("a table of means needs training sequences: give a run, or data with a training side")
+    training = data.batch(0, documents, sample.ids.shape[1], 0).to(model.embed.weight.device)
+    return token_means(model, site, training.split(batch))
+
+
+def _replacement_rows(
+    model: HookedModel, sample: Any, batch: int, means: TokenMeans, groups: Groups, ways: Sequence[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield what each way of replacing a group of layers changes, and the share that the token alone supplies."""
+
+    @torch.no_grad()
+    def each(layers: Sequence[int] = (), how: str | None = None) -> Tensor:
+        """Return the loss (nats) per row with the site replaced as `how` says."""
+        parts, start = [], 0
+        for tokens in batches_of(model, sample, batch):
+            end = start + len(tokens)
+            segments = None if sample.segments is None else sample.segments.rows(start, end)
+            with replaced(model, tokens, layers, how, means) if how else nullcontext():
+                parts.append(losses(model, [tokens], segments))
+            start = end
+        return torch.cat(parts)
+
+    plain = each()
+    for layers, where in groups:
+        if not layers:
+            continue
+        axes = {"site": means.site, **where}
+        changes = {how: each(layers, how) - plain for how in ways}
+        for how, change in changes.items():
+            yield mean_row(change, **axes, variant=how, unit="nats")
+        zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
+        share = 1 - token / zero if zero > 0 else math.nan
+        yield {**axes, "variant": "kept", "value": share, "unit": "share", "n": len(plain)}
+
+
+PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+
+
+@intervention(
+    unit="nats", range="any", reading="higher: what this projection reads of it matters more",
+    source="this project: removal from one reader at a time, of the mean over the document",
+)  # fmt: skip
+@torch.no_grad()
+def reader_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+    """Change of the loss when one layer's queries, keys or values (site) alone no longer read one part of the stream.
+
+    Part `embed` is the embedding, `latest` the output of the preceding layer (attention and MLP). The part's deviation from
+    its document mean, with its weight in the stream, is removed before the norm. Layers after the first with their
+    projections. Unit: nats. Caution: parts of a stream may replace each other, so compare projections, not parts. Six runs
+    per layer. Models whose modules are not ours have no rows.
+    """
+    changes = ByDocument()
+    for ids in batches_of(model, sample, batch) if isinstance(model, Transformer) else ():
+        plain = losses(model, [ids])
+        for layer in range(1, model.config.n_layers):
+            block = model.blocks[layer]
+            readers = {site: name for site, name in PROJECTIONS.items() if hasattr(block.attn, name)}
+            stream = decompose(model, ids, layer)
+            labelled = list(zip(stream.labels, stream.parts, strict=True))
+            arriving = {
+                "embed": next(x for label, x in labelled if label == "embed"),
+                "latest": sum(x for label, x in labelled if label.startswith(f"{layer - 1}_")),
+            }
+            for part, x in arriving.items():
+                reads = block.ln1((stream.whole - (x - x.mean(1, keepdim=True))).to(model.embed.weight.dtype))
+                for site, name in readers.items():
+                    with model.lock:
+                        handle = getattr(block.attn, name).register_forward_pre_hook(
+                            lambda _, __, reads=reads: (reads,)
+                        )
+                        try:
+                            change = losses(model, [ids]) - plain
+                        finally:
+                            handle.remove()
+                    changes.add(change, site=site, layer=layer, part=part, unit="nats")
+    yield from changes.rows()

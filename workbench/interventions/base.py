@@ -30,9 +30,9 @@ class Intervention:
     reading: str
     source: str
     min_length: int = 2
-    timed: bool = False
-    version: int = 1
-    by_document: bool = False
+    timed: bool = False  # its numbers are a clock's: they differ between runs, and another machine measures again
+    version: int = 1  # raised whenever the numbers change, as a metric's (`workbench.metrics.metric`)
+    by_document: bool = False  # whether it uses `sample.segments` to separate padding and packed documents
 
     @property
     def name(self) -> str:
@@ -56,29 +56,12 @@ class Intervention:
 INTERVENTIONS: dict[str, Intervention] = {}
 
 
-def intervention(
-    *,
-    unit: str,
-    range: str,  # noqa: A002 - the word of the record
-    reading: str,
-    source: str,
-    min_length: int = 2,
-    timed: bool = False,
-    version: int = 1,
-    by_document: bool = False,
-    name: str | None = None,
-) -> Callable[[Experiment], Experiment]:
-    """Register an experiment under its function's name, or a given one.
-
-    `timed`: its numbers are a clock's. Timings differ between runs; the first is stored, and another machine measures again.
-    `version`: raised whenever the numbers change, as a metric's (`workbench.metrics.metric`).
-    `by_document`: it uses `sample.segments` to separate padding and packed documents.
-    """
+def intervention(*, name: str | None = None, **settings: Any) -> Callable[[Experiment], Experiment]:
+    """Register an experiment under its function's name, or a given one; `settings` are the fields of `Intervention`."""
 
     def register(function: Experiment) -> Experiment:
         function.__name__ = name or function.__name__
-        made = Intervention(function, unit, range, reading, source, min_length, timed, version, by_document)
-        INTERVENTIONS[made.name] = made
+        INTERVENTIONS[function.__name__] = Intervention(function, **settings)
         return function
 
     return register
@@ -134,10 +117,9 @@ def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = No
 
 def text_of(model: Any, ids: Tensor) -> Tensor:
     """Mask [batch, pos] of ids that an observed module's masks do not hide as padding."""
-    text: Tensor = (
-        torch.ones_like(ids, dtype=torch.bool) if model.foreign is None else model.run_with_segments(ids)[1].is_text
-    )
-    return text
+    if model.foreign is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    return model.run_with_segments(ids)[1].is_text
 
 
 def mean_row(values: Tensor, **axes: Any) -> dict[str, Any]:
@@ -145,3 +127,19 @@ def mean_row(values: Tensor, **axes: Any) -> dict[str, Any]:
     values = values.double()
     se = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
     return {**axes, "value": float(values.mean()), "se": se, "n": len(values)}
+
+
+class ByDocument:
+    """Numbers of every document, added batch by batch under the axes of their record row."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[tuple[str, Any], ...], list[Tensor]] = {}
+
+    def add(self, values: Tensor, **axes: Any) -> None:
+        """Add the values [document] of a batch."""
+        self.parts.setdefault(tuple(axes.items()), []).append(values.cpu())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the mean over documents, its standard error and n, for all axes in the order of their first value."""
+        for axes, parts in self.parts.items():
+            yield mean_row(torch.cat(parts), **dict(axes))

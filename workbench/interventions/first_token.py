@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
 
 SITES = ("v", "own_v", "stream")
 SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -33,7 +33,7 @@ def first_token_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator
     start token alone gives ratios of 0.6 and 1.3. Caution: where both show it, neither is excluded.
     """
     points = {name: (site, n) for site in SITES for n, name in hook_points(model, site).items()}
-    results: dict[tuple[str, int, str | None], list[Tensor]] = {}
+    ratios = ByDocument()
     for ids in batches_of(model, sample, batch):
         middle = ids.shape[1] // 2
         swapped = ids.clone()
@@ -43,15 +43,10 @@ def first_token_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator
             for name, (site, layer) in points.items():
                 norms = cache[name].double().flatten(2).norm(dim=-1)
                 for control, place in read.items():
-                    results.setdefault((site, layer, control), []).append(_ratio(norms, place, site).cpu())
-    for (site, layer, control), parts in results.items():
-        yield mean_row(torch.cat(parts), site=site, layer=layer, control=control, unit="ratio")
-
-
-def _ratio(norms: Tensor, place: int, site: str) -> Tensor:
-    """Norm at a position over the others' [batch]: their mean for streams, their median for values."""
-    others = torch.cat((norms[:, :place], norms[:, place + 1 :]), 1)
-    return norms[:, place] / (others.mean(1) if site == "stream" else others.quantile(0.5, dim=1))
+                    others = torch.cat((norms[:, :place], norms[:, place + 1 :]), 1)
+                    usual = others.mean(1) if site == "stream" else others.quantile(0.5, dim=1)
+                    ratios.add(norms[:, place] / usual, site=site, layer=layer, control=control, unit="ratio")
+    yield from ratios.rows()
 
 
 @intervention(
@@ -63,9 +58,8 @@ def massive_emergence(model: Any, sample: Any, data: Any, batch: int) -> Iterato
     """Growth of the first token's state per layer, and the layer of its largest jump, where a massive activation emerges.
 
     ln of the norm of x_0 in the stream after the layer over that before it; `dimension`: of the largest |entry| of x_0. The control
-    `others`: the same of the mean over all other positions. `layer` and `dimension_layer` (without a layer axis) are the
-    layer, from 0, of the largest jump in a document. `invariance` per layer is cos(x_0 before, x_0 after), near 1 for an
-    unchanged state.
+    `others`: the same of the mean over all other positions. `layer` and `dimension_layer` (without a layer axis) are the layer, from
+    0, of the largest jump in a document. `invariance` per layer is cos(x_0 before, x_0 after), near 1 for an unchanged state.
     Caution: some layer always has the largest jump; that one emerged is said by its size beside the control and beside step 0.
     """
     names = [name for _, name in sorted(hook_points(model, "stream").items())]

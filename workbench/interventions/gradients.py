@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.interventions.ablation import branches
-from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
 from workbench.models.hooked import next_token_loss
 from workbench.names import before_branching
 
@@ -40,17 +40,14 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     points = {
         before_branching(model, n, name): (site, n) for site in SITES for n, name in hook_points(model, site).items()
     }
-    results: dict[tuple[str, int, str | None], list[Tensor]] = {}
+    norms = ByDocument()
     for ids in batches_of(model, sample, batch):
         _, values, grads = model.run_with_grads(ids, list(points), _each)
         for name, (site, layer) in points.items():
-            norm = grads[name].double().flatten(1).norm(dim=-1).cpu()
-            size = values[name].double().flatten(1).norm(dim=-1).cpu()
-            results.setdefault((site, layer, None), []).append(norm)
-            results.setdefault((site, layer, "relative"), []).append(norm * size)
-    for (site, layer, variant), parts in results.items():
-        unit = "loss per relative change" if variant else "loss per activation unit"
-        yield mean_row(torch.cat(parts), site=site, layer=layer, variant=variant, unit=unit)
+            norm, size = (x[name].double().flatten(1).norm(dim=-1).cpu() for x in (grads, values))
+            norms.add(norm, site=site, layer=layer, variant=None, unit="loss per activation unit")
+            norms.add(norm * size, site=site, layer=layer, variant="relative", unit="loss per relative change")
+    yield from norms.rows()
 
 
 @intervention(
@@ -60,14 +57,18 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
 def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Share per layer in the gradient that reaches the first layer's values.
 
-    With g = dloss/dV_1 and g_n the part that comes through layer n's branches (coefficients included; layer 0: its own
-    attention): <g_n, g> / ||g||^2. A layer that mixes V_1 into its values and also attends to it has two branches, which
-    add up. The shares sum to 1 exactly and may be negative. A model whose later layers do not read V_1 has a share of 1 in
-    layer 0. Caution: a larger gradient of W_V in layer 0 of such models is close to a tautology,
-    since every shortcut adds a term.
+    With g = dloss/dV_1 and g_n the part that comes through layer n's branches (coefficients included; layer 0: its own attention):
+    <g_n, g> / ||g||^2. A layer that mixes V_1 into its values and also attends to it has two branches, which add up. The shares sum
+    to 1 exactly and may be negative. A model whose later layers do not read V_1 has a share of 1 in layer 0. Caution: a larger
+    gradient of W_V in layer 0 of such models is close to a tautology, since every shortcut adds a term.
     """
     origin = "blocks.0.attn.hook_v"
-    points = {name: n for n, names in branches(model).items() for name in names if _reads_first(model, n, name)}
+    points = {}
+    for n, names in branches(model).items():
+        for name in names:  # at `cross`, the name does not say of which layer
+            crosses = name.endswith(".attn.cross.hook_v") and 0 in model.blocks[n].attn.attended["v"]
+            if crosses or name.endswith((".source.0.hook_v", ".cross.0.hook_v")):
+                points[name] = n
     if origin not in model.hook_dict:
         return
     results: dict[int, list[Tensor]] = {}
@@ -83,13 +84,6 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
             results.setdefault(layer, []).append(share.cpu())
     for layer, parts in sorted(results.items()):
         yield mean_row(torch.cat(parts), layer=layer, unit="share")
-
-
-def _reads_first(model: Any, layer: int, name: str) -> bool:
-    """Return whether a branch carries the first layer's values."""
-    if name.endswith(".attn.cross.hook_v"):  # of one layer, which the name does not say
-        return 0 in model.blocks[layer].attn.attended["v"]
-    return name.endswith((".source.0.hook_v", ".cross.0.hook_v"))
 
 
 @intervention(
@@ -126,31 +120,23 @@ def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
         seen += len(ids)
     for (layer, path), parts in sums.items():
         value = _gathered(parts.sum(0), sums[layer, None].sum(0))
-        left = [
-            _gathered(parts.sum(0) - parts[g], sums[layer, None].sum(0) - sums[layer, None][g]) for g in range(groups)
-        ]
-        yield {"layer": layer, "variant": path, "value": value, "se": _jackknife(left), "n": seen, "unit": "ratio"}
-        if path is None:
-            yield {"layer": layer, "control": "uniform_causal", "value": _even(sample.ids.shape[1]), "unit": "ratio"}
+        se = math.nan
+        if groups > 2:  # jackknife
+            of_all = sums[layer, None]
+            left_out = [_gathered(parts.sum(0) - parts[g], of_all.sum(0) - of_all[g]) for g in range(groups)]
+            each = torch.tensor(left_out, dtype=torch.double)
+            se = float(((groups - 1) / groups * (each - each.mean()).square().sum()).sqrt())
+        yield {"layer": layer, "variant": path, "value": value, "se": se, "n": seen, "unit": "ratio"}
+        if path is None:  # where every query attends evenly and gradients of head outputs are independent
+            later = torch.arange(sample.ids.shape[1], 0, -1, dtype=torch.double).pow(-2).cumsum(0).flip(0)
+            power = later[:GATHERED].sqrt()
+            even = float(power[0] / power[1:].mean())
+            yield {"layer": layer, "control": "uniform_causal", "value": even, "unit": "ratio"}
 
 
 def _gathered(part: Tensor, whole: Tensor) -> float:
     """||part_0|| over the mean of ||whole_t||, t > 0, of gradients [pos, width]."""
     return float(part[0].norm() / whole[1:].norm(dim=-1).mean())
-
-
-def _even(T: int) -> float:
-    """The ratio by the value path where every query attends evenly and gradients of head outputs are independent."""
-    power = torch.arange(T, 0, -1, dtype=torch.double).pow(-2).cumsum(0).flip(0)[:GATHERED].sqrt()
-    return float(power[0] / power[1:].mean())
-
-
-def _jackknife(left_out: list[float]) -> float:
-    """Standard error from the values without each group in turn; NaN for fewer than three."""
-    if len(left_out) < 3:
-        return math.nan
-    each = torch.tensor(left_out, dtype=torch.double)
-    return float(((len(each) - 1) / len(each) * (each - each.mean()).square().sum()).sqrt())
 
 
 FLOW = {
@@ -175,32 +161,26 @@ def gradient_flow(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     """
     if getattr(model, "foreign", None) is not None:
         return
-    results: dict[tuple[str, int, str | None], list[Tensor]] = {}
-    plan = _flows(model)
+    # (numerator, denominator) by sublayer, layer and kind; models with a weighted skip connection or several streams have no
+    # stream before and after a sublayer
+    plan: dict[tuple[str, int, str], tuple[str, str]] = {}
+    skips = getattr(getattr(model, "residual", None), "skips", ())
+    for n in range(model.config.n_layers):
+        for place, (part, (before, after, norm, sublayer)) in enumerate(FLOW.items()):
+            plan[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
+            if f"blocks.{n}.hook_streams" in model.hook_dict or (skips and skips[2 * n + place] != "stream"):
+                continue
+            averaged = f"blocks.{n}.hook_dwa_in"  # a block's own output, where later ones read an average
+            out = averaged if after.endswith("post") and averaged in model.hook_dict else f"blocks.{n}.{after}"
+            plan[part, n, ""] = f"blocks.{n}.{before}", out
+    known = {*model.hook_dict, *(f"{name}.hook_in" for name in model.mod_dict)}
+    plan = {at: pair for at, pair in plan.items() if set(pair) <= known}
+    ratios = ByDocument()
     for ids in batches_of(model, sample, batch):
         _, _, grads = model.run_with_grads(ids, list({name for pair in plan.values() for name in pair}), _each)
         for (part, layer, kind), (above, below) in plan.items():
             for first, positions in (("", slice(1, None)), ("first_position", slice(0, 1))):
                 a, b = (grads[name][:, positions].double().flatten(1).norm(dim=-1).cpu() for name in (above, below))
                 variant = "_".join(filter(None, (kind, first))) or None
-                results.setdefault((part, layer, variant), []).append(a / b)
-    for (part, layer, variant), parts in results.items():
-        yield mean_row(torch.cat(parts), layer=layer, part=part, variant=variant, unit="ratio")
-
-
-def _flows(model: Any) -> Mapping[tuple[str, int, str], tuple[str, str]]:
-    """(numerator, denominator) of every ratio, by sublayer, layer and kind, if the model has both hook points.
-
-    Models with a weighted skip connection or several streams have no stream before and after a sublayer.
-    """
-    found, skips = {}, getattr(getattr(model, "residual", None), "skips", ())
-    for n in range(model.config.n_layers):
-        for place, (part, (before, after, norm, sublayer)) in enumerate(FLOW.items()):
-            found[part, n, "compress"] = f"blocks.{n}.{norm}.hook_in", f"blocks.{n}.{sublayer}.hook_in"
-            if f"blocks.{n}.hook_streams" in model.hook_dict or (skips and skips[2 * n + place] != "stream"):
-                continue
-            averaged = f"blocks.{n}.hook_dwa_in"  # a block's own output, where later ones read an average
-            out = averaged if after.endswith("post") and averaged in model.hook_dict else f"blocks.{n}.{after}"
-            found[part, n, ""] = f"blocks.{n}.{before}", out
-    known = {*model.hook_dict, *(f"{name}.hook_in" for name in model.mod_dict)}
-    return {at: pair for at, pair in found.items() if set(pair) <= known}
+                ratios.add(a / b, layer=layer, part=part, variant=variant, unit="ratio")
+    yield from ratios.rows()

@@ -9,22 +9,10 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.interventions.base import batches_of, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, intervention
 from workbench.names import stream_hook
 
 CHUNK = 64  # positions whose logits are held at a time
-
-
-def _lens(model: Any, x: Tensor, targets: Tensor, final: Tensor) -> dict[str, Tensor]:
-    """Loss, divergence from the model's own prediction, and rank of the target, per document [batch]."""
-    results: dict[str, list[Tensor]] = {"loss": [], "kl": [], "rank": []}
-    for part, target, true in zip(*(t.split(CHUNK, dim=1) for t in (x, targets, final)), strict=True):
-        log_p = model.unembed(model.ln_final(part)).double().log_softmax(-1)
-        mine = log_p.gather(-1, target[..., None])
-        results["loss"].append(-mine.squeeze(-1))
-        results["kl"].append((true.exp() * (true - log_p)).sum(-1))
-        results["rank"].append((log_p > mine).sum(-1).double())
-    return {name: torch.cat(parts, 1).mean(1).cpu() for name, parts in results.items()}
 
 
 @intervention(
@@ -41,16 +29,22 @@ def logit_lens_by_layer(model: Any, sample: Any, data: Any, batch: int) -> Itera
     """
     n_layers = model.config.n_layers
     names = {layer: stream_hook(layer, n_layers) for layer in range(n_layers + 1)}
-    results: dict[tuple[int, str], list[Tensor]] = {}
+    readings, chunks = ByDocument(), lambda t: t.split(CHUNK, dim=1)
     for ids in batches_of(model, sample, batch):
         logits, cache = model.run_with_cache(ids, names_filter=list(names.values()))
         final, targets = logits[:, :-1].double().log_softmax(-1), ids[:, 1:]
         for layer, name in names.items():
-            for variant, values in _lens(model, cache[name][:, :-1], targets, final).items():
-                results.setdefault((layer, variant), []).append(values)
-    for (layer, variant), parts in results.items():
-        unit = "tokens" if variant == "rank" else "nats"
-        yield mean_row(torch.cat(parts), layer=layer, variant=None if variant == "loss" else variant, unit=unit)
+            parts: dict[str | None, list[Tensor]] = {None: [], "kl": [], "rank": []}
+            for x, target, true in zip(*map(chunks, (cache[name][:, :-1], targets, final)), strict=True):
+                log_p = model.unembed(model.ln_final(x)).double().log_softmax(-1)
+                of_target = log_p.gather(-1, target[..., None])
+                parts[None].append(-of_target.squeeze(-1))
+                parts["kl"].append((true.exp() * (true - log_p)).sum(-1))
+                parts["rank"].append((log_p > of_target).sum(-1).double())
+            for variant, values in parts.items():
+                unit = "tokens" if variant == "rank" else "nats"
+                readings.add(torch.cat(values, 1).mean(1), layer=layer, variant=variant, unit=unit)
+    yield from readings.rows()
 
 
 @intervention(
@@ -65,32 +59,21 @@ def logit_attribution_by_part(model: Any, sample: Any, data: Any, batch: int) ->
     by where its values come from: `attn.own`, `attn.first`, `attn.source.<j>`, `attn.table`, `attn.cross`. Caution: direct
     effects only; indirect effects through later layers are not included.
     """
-    from workbench.models.decomposition import decompose
+    from workbench.models.decomposition import decompose, label_parts
 
     head = model.unembed.weight.double()
     direction = head - head.mean(0)  # a logit minus the mean logit
-    results: dict[tuple[str, int | None], list[Tensor]] = {}
+    contributions = ByDocument()
     for ids in batches_of(model, sample, batch):
         parts = decompose(model, ids, to="final", by="value_path")
         rows = direction[ids[:, 1:]] * model.ln_final.weight.double()
         sums: dict[tuple[str, int | None], Tensor] = {}
         for label, part in zip(parts.labels, parts.parts, strict=True):
-            key = _component(label)
+            kind, layer, _, path = label_parts(label)
+            if path is None and kind not in ("embed", "mlp"):
+                raise WorkbenchError(f"unknown component {label!r}")
+            key = f"attn.{path}" if path else kind, layer
             sums[key] = sums.get(key, 0) + (part[:, :-1].double() * rows).sum(-1).mean(1).cpu()
-        for key, values in sums.items():
-            results.setdefault(key, []).append(values)
-    for (part, layer), pieces in results.items():
-        yield mean_row(torch.cat(pieces), part=part, layer=layer, unit="logits")
-
-
-def _component(label: str) -> tuple[str, int | None]:
-    """(part, layer) of a label: `embed`, `3_mlp_out`, `L2H1.first` -> (`attn.first`, 2)."""
-    if label == "embed":
-        return "embed", None
-    if label.startswith("L"):
-        where, _, path = label.partition(".")
-        return f"attn.{path}", int(where[1:].split("H")[0])
-    layer, _, kind = label.partition("_")
-    if kind != "mlp_out":
-        raise WorkbenchError(f"unknown component {label!r}")
-    return "mlp", int(layer)
+        for (name, layer), values in sums.items():
+            contributions.add(values, part=name, layer=layer, unit="logits")
+    yield from contributions.rows()

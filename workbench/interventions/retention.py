@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
 from workbench.statistics.sinks import sink_kind
 
 CHUNK = 64  # positions whose scores over the vocabulary are held at a time
@@ -38,10 +38,9 @@ def tokens_ahead(x: Tensor, unit: Tensor, ids: Tensor) -> Tensor:
 def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """How well a vector's nearest table row names its own token: mean reciprocal rank; `top_1`: share ranked first.
 
-    The streams are compared with the rows of W_E, values with the table of first-layer values of every token. No training is
-    needed. Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low
-    score does not prove a loss of information. Own values of layer 1 and all values of SVFormer are rows of the table by
-    construction.
+    The streams are compared with the rows of W_E, values with the table of first-layer values of every token. No training is needed.
+    Chance is about (ln V + 0.58) / V (control). Caution: a layer may keep the token in other directions, so a low score does not
+    prove a loss of information. Own values of layer 1 and all values of SVFormer are rows of the table by construction.
     """
     sites, vocabulary = ("stream", "own_v", "v"), model.config.d_vocab
     points = {name: (site, n) for site in sites for n, name in hook_points(model, site).items()}
@@ -65,31 +64,23 @@ def nearest_embedding(model: Any, sample: Any, data: Any, batch: int) -> Iterato
 def token_tables(model: Any, sites: Sequence[str]) -> dict[str, Tensor]:
     """Unit vectors of all tokens [d_vocab, width], float64, that a site is compared with; of the sites that have some."""
     tables = {"stream": _unit(model.embed.weight)} if "stream" in sites else {}
-    if set(sites) - {"stream"} and (values := _first_values(model)) is not None:
-        tables |= dict.fromkeys((site for site in sites if site != "stream"), _unit(values))
-    return tables
-
-
-def _unit(table: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(table.double(), dim=-1)
-
-
-def _first_values(model: Any) -> Tensor | None:
-    """Effective value of every token in layer 0 [d_vocab, width], each alone, for models whose positions are in the stream."""
-    name = "blocks.0.attn.hook_v"
-    if name not in model.hook_dict:
-        return None
-    ids = torch.arange(model.config.d_vocab, device=model.embed.weight.device)
-    rows: list[Tensor] = []
+    name, rows = "blocks.0.attn.hook_v", list[Tensor]()
+    if not set(sites) - {"stream"} or name not in model.hook_dict:
+        return tables
 
     def take(values: Tensor, hook: Any) -> None:
         rows.append(values[:, 0].flatten(1).detach().clone())
         raise _Enough
 
-    for part in ids.split(ALONE):
+    ids = torch.arange(model.config.d_vocab, device=model.embed.weight.device)
+    for part in ids.split(ALONE):  # each token alone, for models whose positions are in the stream
         with suppress(_Enough), torch.no_grad(), model.hooks([(name, take)]):
             model(part[:, None])
-    return torch.cat(rows)
+    return tables | dict.fromkeys((site for site in sites if site != "stream"), _unit(torch.cat(rows)))
+
+
+def _unit(table: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(table.double(), dim=-1)
 
 
 class _Enough(Exception):
@@ -110,15 +101,14 @@ SINK_VARIANTS: dict[str | None, str] = {
 def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
-    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
-    queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
-    `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;
-    ratio at most 0.2 (`no_op`); ratio at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where
-    the rest cancels it.
+    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those queries to
+    position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and `broadcast`: share of
+    documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3; ratio at most 0.2 (`no_op`); ratio
+    at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where the rest cancels it.
     """
     layers = [n for n, block in enumerate(getattr(model, "blocks", [])) if hasattr(block.attn, "W_O")]
     points = ("sink", "v", "z")
-    results: dict[tuple[int, int, str | None], list[Tensor]] = {}
+    results = ByDocument()
     for ids in batches_of(model, sample, batch):
         names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
         _, cache = model.run_with_cache(ids, names_filter=names)
@@ -137,6 +127,5 @@ def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict
                 kinds = [sink_kind(*one) for one in zip(*(x.tolist() for x in numbers), strict=True)]
                 no_op, broadcast = (torch.tensor([k == kind for k in kinds]) for kind in ("no-op", "broadcast"))
                 for variant, values in zip(SINK_VARIANTS, (*numbers, no_op, broadcast), strict=True):
-                    results.setdefault((n, head, variant), []).append(values)
-    for (layer, head, variant), parts in results.items():
-        yield mean_row(torch.cat(parts), layer=layer, head=head, variant=variant, unit=SINK_VARIANTS[variant])
+                    results.add(values, layer=n, head=head, variant=variant, unit=SINK_VARIANTS[variant])
+    yield from results.rows()

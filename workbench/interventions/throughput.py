@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -38,13 +38,12 @@ class Work:
 def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Tokens per second of a training step, of reading a prompt (prefill) and of decoding, by the clock.
 
-    `n` is the batch size in documents (at most 2,048 tokens on a CPU, 65,536 elsewhere) and T their length. Data type and
-    device are in the provenance. Training: loss, gradients, clipping and AdamW, on a copy of the weights. Prefill and
-    decode: T - 16 tokens at once, then 16 one at a time, with a key-value cache. `peak`: bytes of the tensors alive at the
-    worst moment, weights and moments included, workspaces inside kernels not. Control `vanilla`: the plain decoder of the
-    same shape, timed alternately with the model. `of_vanilla`: median over rounds of its time divided by the model's (above
-    1: faster than vanilla; for a vanilla model it shows the noise).
-    Caution: no two runs of a clock agree and a busy machine is slow. Trust the ratio; compare tokens per second from one
+    `n` is the batch size in documents (at most 2,048 tokens on a CPU, 65,536 elsewhere) and T their length. Data type and device are
+    in the provenance. Training: loss, gradients, clipping and AdamW, on a copy of the weights. Prefill and decode: T - 16 tokens at
+    once, then 16 one at a time, with a key-value cache. `peak`: bytes of the tensors alive at the worst moment, weights and moments
+    included, workspaces inside kernels not. Control `vanilla`: the plain decoder of the same shape, timed alternately with the model.
+    `of_vanilla`: median over rounds of its time divided by the model's (above 1: faster than vanilla; for a vanilla model it shows
+    the noise). Caution: no two runs of a clock agree and a busy machine is slow. Trust the ratio; compare tokens per second from one
     idle machine only. Hooks that are set are timed too. Bytes repeat exactly.
     """
     device = model.embed.weight.device
@@ -55,44 +54,34 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
         works["vanilla"] = _works(build("transformer", model.config, dtype=model.embed.weight.dtype).to(device), ids)
     for part, mine in works[None].items():
         turns = {control: by_part[part] for control, by_part in works.items()}
-        seconds = _seconds(turns, device)
+        seconds: dict[str | None, list[float]] = {name: [] for name in turns}
+        for number in range(1 + ROUNDS):  # all models in turns, so that other load affects them equally
+            for name, work in turns.items():
+                ready = work.prepare()
+                _finish(device)
+                begin = perf_counter()
+                work.run(ready)
+                _finish(device)
+                took = perf_counter() - begin
+                if number:
+                    seconds[name].append(took)
         for control, work in turns.items():
+            with LiveBytes(work.held) as live:
+                ready = work.prepare()
+                live.peak = live.now
+                work.run(ready)
             axes = {"part": part, "control": control, "n": len(ids)}
             yield axes | {"value": mine.tokens / statistics.median(seconds[control]), "unit": "tokens/s"}
-            yield axes | {"variant": "peak", "value": _peak(work), "unit": "bytes"}
+            yield axes | {"variant": "peak", "value": live.peak, "unit": "bytes"}
         if "vanilla" in seconds:
             ratio = statistics.median(b / a for a, b in zip(seconds[None], seconds["vanilla"], strict=True))
             yield {"part": part, "variant": "of_vanilla", "n": len(ids), "value": ratio, "unit": "ratio"}
-
-
-def _seconds(turns: Mapping[Any, Work], device: torch.device) -> dict[Any, list[float]]:
-    """Time per round, with all models in turns so that other load affects them equally."""
-    times: dict[Any, list[float]] = {name: [] for name in turns}
-    for number in range(1 + ROUNDS):
-        for name, work in turns.items():
-            ready = work.prepare()
-            _finish(device)
-            begin = perf_counter()
-            work.run(ready)
-            _finish(device)
-            took = perf_counter() - begin
-            if number:
-                times[name].append(took)
-    return times
 
 
 def _finish(device: torch.device) -> None:
     """Wait for the device to finish."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _peak(work: Work) -> int:
-    with LiveBytes(work.held) as live:
-        ready = work.prepare()
-        live.peak = live.now
-        work.run(ready)
-    return live.peak
 
 
 def _works(model: Any, ids: Tensor) -> dict[str, Work]:

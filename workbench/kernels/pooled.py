@@ -8,15 +8,14 @@ of queries, with memory O(T) in addition to the result.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
+from workbench.kernels.attention import heads_read, score_strips
 from workbench.kernels.reference import Keys, Queries, refuse_other
-from workbench.kernels.strips import Strip, heads_read, score_strips
 
 BUCKETS = 64
 Rows = Float[Tensor, "batch head pos"]  # a number for each row of the pattern
@@ -30,7 +29,6 @@ def bucket_edges(length: int, buckets: int) -> list[int]:
     return [b * length // count for b in range(count + 1)]
 
 
-@torch.no_grad()
 def pooled_attention(
     q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
     buckets: int | tuple[int, int] = BUCKETS,
@@ -47,16 +45,9 @@ def pooled_attention(
         scale: Factor on q . k; 1 / sqrt(d_head) by default.
         buckets: Number of buckets, of both or of (queries, keys); `bucket_edges` returns their positions.
     """
-    picture, rows, key_bucket = _empty(q, k, buckets)
-    for strip in score_strips(q, k, scale=scale):
-        weight = _exponentiate(strip, lse)
-        for inside, cells in _tiles(strip, rows, picture):
-            sent = weight[:, inside].mT @ strip.scores[:, inside]
-            cells.index_add_(1, key_bucket[: strip.queries.stop], sent.squeeze(1))
-    return picture.div_(torch.tensor(rows, device=q.device).diff()[:, None])
+    return _pooled(q, k, lse, scale, buckets, largest=False)
 
 
-@torch.no_grad()
 def pooled_maximum(
     q: Queries, k: Keys, lse: Rows | None = None, *, scale: float | None = None,
     buckets: int | tuple[int, int] = BUCKETS,
@@ -65,14 +56,43 @@ def pooled_maximum(
 
     Arguments as in `pooled_attention`. Future buckets are exactly 0.
     """
-    picture, rows, key_bucket = _empty(q, k, buckets)
+    return _pooled(q, k, lse, scale, buckets, largest=True)
+
+
+@torch.no_grad()
+def _pooled(
+    q: Tensor, k: Tensor, lse: Tensor | None, scale: float | None, buckets: int | tuple[int, int], *, largest: bool
+) -> Tensor:
+    refuse_other(q, k, k)
+    batch, length, heads, _ = q.shape
+    rows, columns = (bucket_edges(length, c) for c in ((buckets, buckets) if isinstance(buckets, int) else buckets))
+    key_bucket = torch.arange(len(columns) - 1).repeat_interleave(torch.tensor(columns).diff()).to(q.device)
+    shape = batch, heads, len(rows) - 1, len(columns) - 1
+    picture = torch.zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for strip in score_strips(q, k, scale=scale):
-        weight = _exponentiate(strip, lse)
-        pattern = strip.scores.mul_(weight)
-        for inside, cells in _tiles(strip, rows, picture):
-            where = key_bucket[: strip.queries.stop].expand(len(cells), -1)
-            cells.scatter_reduce_(1, where, pattern[:, inside].amax(1), "amax")
-    return picture
+        if lse is None:
+            strip.scores.sub_(strip.scores.amax(-1, keepdim=True)).exp_()
+            weight = strip.scores.sum(-1, keepdim=True).reciprocal_()  # [pair, query, 1]: turns rows into attention
+        else:
+            row_lse = lse[strip.sequences, strip.heads, strip.queries].reshape(len(strip.scores), -1, 1)
+            strip.scores.sub_(row_lse).exp_()
+            weight = torch.ones_like(row_lse)
+        start, end = strip.queries.start, strip.queries.stop
+        buckets_of_keys, bucket = key_bucket[:end], bisect_right(rows, start) - 1
+        if largest:
+            strip.scores.mul_(weight)
+        while rows[bucket] < end:
+            inside = slice(max(rows[bucket] - start, 0), min(rows[bucket + 1], end) - start)
+            # a strip has all heads of several sequences, or some of one: a view either way
+            cells = picture[strip.sequences, strip.heads, bucket].view(-1, picture.shape[-1])
+            if largest:
+                most = strip.scores[:, inside].amax(1)
+                cells.scatter_reduce_(1, buckets_of_keys.expand(len(cells), -1), most, "amax")
+            else:
+                sent = weight[:, inside].mT @ strip.scores[:, inside]
+                cells.index_add_(1, buckets_of_keys, sent.squeeze(1))
+            bucket += 1
+    return picture if largest else picture.div_(torch.tensor(rows, device=q.device).diff()[:, None])
 
 
 @torch.no_grad()
@@ -102,34 +122,3 @@ def attention_window(
         scores = torch.einsum("bihd,bjhd->bhij", q[:, rows].to(dtype), keys_of_heads.to(dtype))
     scores.mul_(width**-0.5 if scale is None else scale).sub_(lse[..., rows, None])
     return scores.exp_().masked_fill_(columns > rows[:, None], 0)
-
-
-def _empty(q: Tensor, k: Tensor, buckets: int | tuple[int, int]) -> tuple[Tensor, list[int], Tensor]:
-    """Return an empty picture, the first positions of its query buckets, and the bucket of every key."""
-    refuse_other(q, k, k)
-    batch, length, heads, _ = q.shape
-    rows, columns = (bucket_edges(length, c) for c in ((buckets, buckets) if isinstance(buckets, int) else buckets))
-    key_bucket = torch.arange(len(columns) - 1).repeat_interleave(torch.tensor(columns).diff()).to(q.device)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.zeros(batch, heads, len(rows) - 1, len(columns) - 1, dtype=dtype, device=q.device), rows, key_bucket
-
-
-def _exponentiate(strip: Strip, lse: Tensor | None) -> Tensor:
-    """Replace scores by exp(s - row maximum, or lse); returns the factors [pair, query, 1] that turn rows into attention."""
-    if lse is not None:
-        rows = lse[strip.sequences, strip.heads, strip.queries].reshape(len(strip.scores), -1, 1)
-        strip.scores.sub_(rows).exp_()
-        return torch.ones_like(rows)
-    strip.scores.sub_(strip.scores.amax(-1, keepdim=True)).exp_()
-    return strip.scores.sum(-1, keepdim=True).reciprocal_()
-
-
-def _tiles(strip: Strip, rows: list[int], picture: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the queries of a strip in one bucket, and that bucket's row of the picture [pair, key_bucket]."""
-    start, end = strip.queries.start, strip.queries.stop
-    bucket = bisect_right(rows, start) - 1
-    while rows[bucket] < end:
-        inside = slice(max(rows[bucket] - start, 0), min(rows[bucket + 1], end) - start)
-        # a strip has all heads of several sequences, or some of one: a view either way
-        yield inside, picture[strip.sequences, strip.heads, bucket].view(-1, picture.shape[-1])
-        bucket += 1

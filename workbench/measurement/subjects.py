@@ -17,9 +17,8 @@ from torch import Tensor
 from workbench import distributed
 from workbench.checkpoints.saving import weights_hash
 from workbench.config import ModelConfig
-from workbench.data.corpus import Corpus, read_documents
+from workbench.data.corpus import Corpus, is_dataset, read_documents
 from workbench.data.sources import Sample, TextData, TokenData, read_tokens
-from workbench.data.texts import is_dataset
 from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.files import local
 from workbench.models.hooked import HookedModel

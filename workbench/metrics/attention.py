@@ -109,7 +109,6 @@ class ConcentrationParts:
         self.sum = self.sum + total
 
     def result(self) -> dict[str, float]:
-        """Return the sum ("") and its parts; NaN without a sequence."""
         if not self.n:
             return dict.fromkeys(("", "first_position", "profile", "content"), float("nan"))
         mean, u = self.sum / self.n, uniform_importance(len(self.sum))
@@ -314,11 +313,8 @@ def null_mass(null: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch hea
 def _does_not_repeat(tokens: Int[Tensor, "batch pos"]) -> str:
     period = tokens.shape[1] // 2
     again = (tokens[:, period : 2 * period] == tokens[:, :period]).float().mean()
-    return (
-        ""
-        if again > 0.5
-        else "the second half of these documents does not repeat the first, so the numbers do not measure copying"
-    )
+    doubt = "the second half of these documents does not repeat the first, so the numbers do not measure copying"
+    return "" if again > 0.5 else doubt
 
 
 @metric(

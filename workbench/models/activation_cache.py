@@ -88,8 +88,7 @@ def _weigh(tensors: RebuiltPatterns, model: Any, paths: Mapping[str, float | Ten
 class Cache(ActivationCache):
     """TransformerLens' ActivationCache with patterns on demand and decompositions that sum to the stream.
 
-    `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`; TransformerLens' shorthand would ignore `own` and return another
-    tensor.
+    `cache["v", 3, "own"]` is `blocks.3.attn.own.hook_v`; TransformerLens' shorthand would ignore `own` and return another tensor.
     """
 
     cache_dict: Any
@@ -111,7 +110,6 @@ class Cache(ActivationCache):
             raise KeyError(f"no {key!r} was cached; {suggest(str(error.args[0]), list(self.cache_dict))}") from None
 
     def to(self, device: str | torch.device) -> Cache:
-        """Move the tensors to a device."""
         moved = RebuiltPatterns({name: value.to(device) for name, value in self.cache_dict.items()})
         self.cache_dict = moved.with_recipes(self.cache_dict.recipes)
         return self

@@ -6,6 +6,10 @@
 The value residual of ResFormer, V_n = lambda_1 V_1 + lambda_2 V_n^own, is in `Attention.project`: V_1 arrives from layer 0 through
 the memory of the forward pass, and `ResFormer.weights` gives the two lambdas. `wiring.py` decides at construction which layers
 mix or share. Attention is fused unless a hook needs scores or pattern; statistics are streamed.
+
+`JointAttention` has softmaxes that a shortcut defines, A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d_head) + causal mask)
+and z = A [V_1; ...; V_S]: cross-layer attention has one over several key sets, the attention residual several over one key set each,
+sink logits one with an additional column. A `Recipe` rebuilds its scores and patterns from cached rotated queries and keys.
 """
 
 from __future__ import annotations
@@ -20,16 +24,15 @@ from torch import Tensor, nn
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
-from workbench.kernels.joint import Softmax, joint_attention, joint_statistics
+from workbench.kernels.joint import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
 from workbench.kernels.reference import statistics_of
 from workbench.models.activations import causal_scores, probabilities
-from workbench.models.cache import KeyValueCache
+from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
-from workbench.models.rotary import Rotation, rotate
-from workbench.models.shortcut import Memory, Projection, Source, Weight, mix
-from workbench.models.undrawn import Linear
+from workbench.models.layers import Linear, Rotation, rotate
+from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, mix
 from workbench.models.wiring import ATTENDED, LayerWiring
-from workbench.names import STATISTICS
+from workbench.names import NULL, QUADRATIC, STATISTICS, path_name
 
 _PROJECTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 POINTS = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS)
@@ -220,7 +223,6 @@ class Attention(HookedModule):
         ).transpose(1, 2)
 
     def wanted_statistics(self) -> list[HookPoint]:
-        """Return the hook points of statistics that have hooks."""
         return [point for point in self.statistics if is_hooked(point)]
 
     @staticmethod
@@ -258,3 +260,158 @@ class Attention(HookedModule):
     def W_O(self) -> Tensor:  # noqa: N802
         """[head, d_head, d_model]."""
         return self.o_proj.weight.T.unflatten(0, (self.config.n_heads, -1))
+
+
+class JointAttention(Attention):
+    """Attention with softmaxes that a shortcut defines; their hook points are in `source.<j>` and `own`, or in `cross`."""
+
+    def __init__(self, config: ModelConfig, wiring: LayerWiring) -> None:
+        super().__init__(config, wiring)
+        layers = sorted({j for js in wiring.attended.values() for j in js if isinstance(j, int)})
+        modules: dict[Source, HookedModule] = {}
+        for j in layers:
+            if self.joint.branch == "source":
+                modules[j] = self.source_module(j)
+            elif len(layers) == 1:
+                self.cross: Any = HookedModule()
+                modules[j] = self.cross
+            else:
+                self.cross = getattr(self, "cross", None) or nn.ModuleDict()
+                modules[j] = self.cross[str(j)] = HookedModule()
+        # the layers whose rotated queries, rotated keys and values the softmaxes read, and the modules of their hook points
+        self.attended: dict[str, dict[Source, HookedModule]] = {
+            name: {j: modules[j] for j in js} for name, js in wiring.attended.items()
+        }
+        for name, js in self.attended.items():
+            for module in js.values():
+                module.add_hook_points(name)
+        # for each softmax and key set: the module with the hook points of its scores and pattern
+        self.key_sets: list[list[HookedModule]] = [[self]]
+        if self._kind == "mixture":
+            self.own = getattr(self, "own", None) or HookedModule()
+            self.key_sets = [[module] for module in (*modules.values(), self.own)]
+        elif self._kind == "sets":
+            self.key_sets = [[self, *modules.values()]]
+        for module in (module for modules in self.key_sets for module in modules if module is not self):
+            module.add_hook_points("attn_scores", "pattern")
+        if self._kind == "null":
+            self.add_hook_points(NULL)
+            self.statistics += (getattr(self, f"hook_{NULL}"),)
+
+    @property
+    def joint(self) -> Shortcut:
+        """The shortcut; its parameters belong to the model, not to this layer."""
+        assert self.wiring.joint is not None
+        return self.wiring.joint
+
+    @property
+    def _kind(self) -> str:
+        return self.joint.attends(self.layer)
+
+    def missing_points(self) -> dict[str, str]:
+        if self._kind != "mixture":
+            return {}
+        layers = {j for js in self.wiring.attended.values() for j in js}
+        names = ", ".join(f"{self.joint.branch}.{j}" for j in layers)
+        where = f"{names} and own hook_attn_scores are those of the {len(layers) + 1} softmaxes"
+        return {
+            "lse": f"the pattern is a weighted sum of softmaxes, which has no log-sum-exp; {where}",
+            "attn_scores": f"the pattern is a weighted sum of softmaxes, not the softmax of any scores; {where}",
+        }
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
+        read = {
+            name: {j: module.run_hook_on_copy(f"hook_{name}", memory[name, j, "cached"]) for j, module in js.items()}
+            for name, js in self.attended.items()
+        }
+        softmaxes = self.joint.softmaxes(self.layer, q, k, read, self.constants("pattern", q))
+        values = [v, *read.get("v", {}).values()]
+        if self.hook_state.enabled:
+            wanted = self.wanted_statistics()
+            modules = [self, *(module for modules in self.key_sets for module in modules)]
+            squares = [getattr(module, name, None) for module in modules for name in QUADRATIC]
+            if any(point is not None and is_hooked(point) for point in squares):
+                total: Tensor | None = None
+                for softmax, modules in zip(softmaxes, self.key_sets, strict=True):
+                    scores = _run_hooks("hook_attn_scores", modules, joint_scores(softmax, 0, q.shape[1]))
+                    pattern = probabilities(scores.flatten(-2), softmax.q.dtype, softmax.null).view_as(scores)
+                    pattern = _run_hooks("hook_pattern", modules, pattern)
+                    pattern = pattern if softmax.weight == 1.0 else softmax.weight * pattern
+                    total = pattern if total is None else total + pattern
+                assert total is not None
+                if len(softmaxes) > 1:
+                    pattern = self.run_hook("hook_pattern", total.squeeze(3)).unsqueeze(3)
+                if wanted:
+                    self.show_statistics(wanted, statistics_of_sets(scores, pattern, softmaxes[-1].null))
+                repeats = q.shape[-2] // v.shape[-2]
+                wide = torch.stack([x.repeat_interleave(repeats, dim=-2) for x in values], 1)
+                return torch.einsum("bhqsk,bskhd->bqhd", pattern, wide)
+            if wanted:
+                self.show_statistics(wanted, joint_statistics(softmaxes))
+        return joint_attention(softmaxes, values)
+
+    def recipe(self) -> Recipe:
+        return Recipe(self)
+
+
+def _run_hooks(name: str, modules: Sequence[HookedModule], squares: Tensor) -> Tensor:
+    """Run the hooks on scores or patterns [batch, head, query, set, pos], for each set at its module's hook point."""
+    return torch.stack([m.run_hook(name, x) for m, x in zip(modules, squares.unbind(3), strict=True)], 3)
+
+
+class Recipe:
+    """Rebuilds a layer's scores and patterns from cached rotated queries and keys; it does not keep the model alive."""
+
+    def __init__(self, attn: JointAttention) -> None:
+        def name(module: HookedModule, point: str) -> str:
+            return str(getattr(module, f"hook_{point}").name)
+
+        self.joint, self.layer = attn.joint, attn.layer
+        self.q, self.k, self.total = (name(attn, point) for point in ("rot_q", "rot_k", "pattern"))
+        reads = ((tensor, modules) for tensor, modules in attn.attended.items() if tensor != "v")
+        self.reads = {tensor: {j: name(m, tensor) for j, m in modules.items()} for tensor, modules in reads}
+        # names of scores and pattern, for each softmax and key set
+        self.shown = [[(name(m, "attn_scores"), name(m, "pattern")) for m in modules] for modules in attn.key_sets]
+        self.coefficients = attn.coefficients.get("pattern", ())  # what the entries of `weights` multiply
+        self.weights = name(attn, "pattern_mix") if self.coefficients else ""
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the activations that it reads."""
+        weights = {self.weights} if self.weights else set()
+        return {self.q, self.k, *(n for names in self.reads.values() for n in names.values())} | weights
+
+    @property
+    def makes(self) -> set[str]:
+        """Names of the scores and patterns that it makes."""
+        return {self.total, *(n for names in self.shown for both in names for n in both)}
+
+    @property
+    def paths(self) -> list[list[str]]:
+        """The source of the keys, as `own`, `first`, `cross.2`, for each softmax and key set."""
+        return [[path_name(pattern) for _, pattern in names] for names in self.shown]
+
+    def softmaxes(self, cache: Mapping[str, Tensor]) -> list[Softmax]:
+        """Return the layer's softmaxes from cached activations, with or without a batch."""
+        get = lambda n: cache[n][None] if cache[n].ndim == 3 else cache[n]  # noqa: E731
+        read = {t: {j: get(n) for j, n in names.items()} for t, names in self.reads.items()}
+        values = cache[self.weights].unbind() if self.weights else ()
+        weights: dict[str, Weight] = dict(zip(self.coefficients, values, strict=True))
+        return self.joint.softmaxes(self.layer, get(self.q), get(self.k), read, weights)
+
+    @torch.no_grad()
+    def __call__(self, cache: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return scores or a pattern [batch, head, query, key]; without the batch if the cache has none."""
+        single = cache[self.q].ndim == 3
+        softmaxes = self.softmaxes(cache)
+        total: Tensor | float = 0.0
+        for softmax, names in zip(softmaxes, self.shown, strict=True):
+            scores = joint_scores(softmax, 0, softmax.q.shape[1])
+            pattern = probabilities(scores.flatten(-2), softmax.q.dtype, softmax.null).view_as(scores)
+            for i, both in enumerate(names):
+                if name in both:
+                    result = (scores, pattern)[both.index(name)][:, :, :, i]
+                    return result[0] if single else result
+            total = total + softmax.weight * pattern[:, :, :, 0]
+        assert isinstance(total, Tensor)
+        return total[0] if single else total

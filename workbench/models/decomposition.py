@@ -3,7 +3,10 @@
     parts = workbench.decompose(model, tokens, by="head")
     parts = workbench.decompose(model, cache, to="logits", by="value_path", tokens=answer, against=other)
 
-An `Anatomy` gives a model's parts; each call checks that they sum to the model's own stream or logits.
+An `Anatomy` gives a model's parts; each call checks that they sum to the model's own stream or logits. In our models the stream is
+linear in the embedding and in the outputs of attentions and MLPs: x = sum over c of w_c o_c, with w_c = 1 except for averaged states,
+added embeddings and cut skips. A head adds z_h W_O_h. With a fixed pattern z_h is linear in the values, so it splits by their source:
+the layer's own projection, another layer's values, a table.
 
 Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits.
 """
@@ -11,19 +14,251 @@ Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.models.anatomy import BIAS, TOLERANCE, Anatomy, By, Ending, Reader
-from workbench.models.hooked import HookedModel
+from workbench.kernels.joint import Softmax, joint_attention
+from workbench.models.attention import Attention, JointAttention
+from workbench.models.hooked import HookedModel, slice_positions
+from workbench.models.shortcut import Source
 from workbench.models.transformer import Transformer
-from workbench.models.transformer_anatomy import TransformerAnatomy
-from workbench.names import stream_hook
+from workbench.names import path_name, position_axis, stream_hook
+
+By = Literal["layer", "head", "value_path"]
+BIAS = "bias"  # label of the constant that the final norm and the head add to the logits
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest relative error of the sum by the coarsest type of the run, relative to the largest sum of the parts' magnitudes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The final norm and the head in one run: logits = W_U (gain * (x - mean x) / divisor + shift) + bias."""
+
+    centred: bool  # whether the norm subtracts the mean over d_model
+    divisor: Tensor  # frozen, [batch, pos, 1]
+    gain: Tensor  # [d_model]
+    head: Tensor  # W_U, [d_vocab, d_model]
+    shift: Tensor | None = None  # [d_model]; None for a norm without a shift
+    bias: Tensor | None = None  # [d_vocab]; None for a head without a bias
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return x [..., batch, pos, d_model] normed but before the gain; linear in x."""
+        return (x - x.mean(-1, keepdim=True) if self.centred else x) / self.divisor
+
+    @property
+    def constant(self) -> Tensor | None:
+        """The constant part of the logits [d_vocab], None without one."""
+        if self.shift is None:
+            return self.bias
+        return self.head @ self.shift if self.bias is None else self.head @ self.shift + self.bias
+
+
+class Anatomy(ABC):
+    """The parts of a model's stream and its final norm and head."""
+
+    def __init__(self, model: HookedModel) -> None:
+        self.model = model
+
+    @property
+    def inner_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Types coarser than the activations' to which tensors are rounded between hook points."""
+        return ()
+
+    @abstractmethod
+    def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
+        """Return the hook points for a decomposition of stream `layer`; with `frozen` also those of the final norm."""
+
+    @abstractmethod
+    def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
+        """Return (label, [batch, pos, d_model]) of all parts of a stream."""
+
+    @abstractmethod
+    def ending(self, read: Reader) -> Ending:
+        """Return the final norm and the head."""
+
+    @abstractmethod
+    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Run tokens or text; return the logits of every position (None without a head) and the named activations."""
+
+
+class Reader:
+    """Reads activations of one run with a batch axis, in float32 or better."""
+
+    def __init__(self, anatomy: Anatomy, given: Any, by: str, layer: int, *, frozen: bool, pos: Any) -> None:
+        self.pos, self.batched = pos, True
+        self.logits: Tensor | None = None  # of every position, where the run was made here
+        self.tensors: Mapping[str, Tensor]
+        model, names = anatomy.model, anatomy.needed(by, layer, frozen)
+        if hasattr(given, "cache_dict"):  # an ActivationCache
+            if given.model is not None and given.model is not model:
+                raise BadData("this cache belongs to another model")
+            self.tensors, self.batched = given.cache_dict, given.has_batch_dim
+        else:
+            with torch.no_grad():
+                self.logits, self.tensors = anatomy.run(given, names)
+        if missing := [n for n in names if n not in self.tensors]:
+            raise BadData(f"the cache lacks {', '.join(missing[:4])}: give the tokens, or a cache of the whole run")
+        dtypes = [self.tensors[n].dtype for n in names] + [model.embed.weight.dtype]
+        self.coarsest = max(dtypes, key=lambda dtype: TOLERANCE[dtype])
+        self.wide = torch.float64 if self.coarsest == torch.float64 else torch.float32
+        self.coarsest = max((self.coarsest, *anatomy.inner_dtypes), key=lambda dtype: TOLERANCE[dtype])
+
+    def __call__(self, name: str) -> Tensor:
+        """Return an activation [batch, ...] at every position."""
+        tensor = self.tensors[name].to(self.wide)
+        return tensor if self.batched or position_axis(name) is None else tensor[None]
+
+    def cut(self, name: str) -> Tensor:
+        """Return an activation [batch, pos, ...] at the selected positions."""
+        return self.at_positions(self(name))
+
+    def at_positions(self, tensor: Tensor) -> Tensor:
+        return tensor if self.pos is None else slice_positions(tensor, self.pos, axis=1)
+
+
+OWN = "own"  # label of the values that a layer projects itself
+
+
+class TransformerAnatomy(Anatomy):
+    """The parts of a model of `build`."""
+
+    model: Transformer
+
+    def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
+        model = self.model
+        names = ["hook_embed", stream_hook(layer, model.config.n_layers)]
+        names += ["ln_final.hook_scale", "unembed.hook_in"] if frozen else []
+        names += model.residual.points(2 * layer)
+        for n in range(layer):
+            attn = model.blocks[n].attn
+            names += [f"blocks.{n}.hook_mlp_out", f"blocks.{n}.{'hook_attn_out' if by == 'layer' else 'attn.hook_z'}"]
+            names += (
+                [f"blocks.{n}.ln1_post.hook_scale"] if model.blocks[n].ln1_post is not None and by != "layer" else []
+            )
+            if by == "value_path":
+                names += [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
+                names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
+                mixes = [path for path in attn.coefficients if path in ("v", "output", "pattern")]
+                names += [f"blocks.{n}.attn.{attn.weight_points[path]}" for path in mixes]
+                names += [*_points_read(attn).values(), *_points_crossed(attn)]
+                names += sorted(attn.recipe().needs) if isinstance(attn, JointAttention) else ()
+                names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
+        return list(dict.fromkeys(names))
+
+    def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
+        """Return (label, [batch, pos, d_model]) of outputs, heads or value paths, weighted as in stream `layer`."""
+        used = {name: read(name) for name in self.model.residual.points(2 * layer)}
+        weights = self.model.stream_paths(layer, cache=used)
+        weights = {name: read.at_positions(w) if isinstance(w, Tensor) else w for name, w in weights.items()}
+        parts: list[tuple[str, Tensor]] = []
+        for name, weight in weights.items():
+            if name == "embed":
+                parts.append((name, weight * read.cut("hook_embed")))
+                continue
+            n, kind = int(name.split("_")[0]), name.split("_", 1)[1]
+            if kind == "mlp_out" or by == "layer":
+                parts.append((name, weight * read.cut(f"blocks.{n}.hook_{kind}")))
+                continue
+            by_path, block = by == "value_path", self.model.blocks[n]
+            zs = value_paths(self.model, read, n) if by_path else {"": read(f"blocks.{n}.attn.hook_z")}
+            w_o, post = block.attn.W_O.detach().to(read.wide), block.ln1_post
+            share = 1.0 if post is None else post.share(read.cut(f"blocks.{n}.ln1_post.hook_scale"))
+            outputs = {p: share * torch.einsum("bphd,hdm->hbpm", read.at_positions(z), w_o) for p, z in zs.items()}
+            for h in range(self.model.config.n_heads):
+                parts += [(f"L{n}H{h}{'.' * by_path}{path}", weight * out[h]) for path, out in outputs.items()]
+        return parts
+
+    def ending(self, read: Reader) -> Ending:
+        gain, head = (x.detach().to(read.wide) for x in (self.model.ln_final.weight, self.model.unembed.weight))
+        return Ending(centred=False, divisor=read.cut("ln_final.hook_scale"), gain=gain, head=head)
+
+    def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        logits, cache = self.model.run_with_cache(given, names_filter=names)
+        return logits, cache.cache_dict
+
+
+def _points_read(attn: Attention) -> dict[Source, str]:
+    """Return the hook points of the values that a layer mixes or shares, by source."""
+    return {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"]}
+
+
+def _points_crossed(attn: Attention) -> list[str]:
+    """Return the hook points of other layers' values that a layer's softmaxes read."""
+    modules = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
+    return [str(module.hook_v.name) for module in modules.values()]
+
+
+@torch.no_grad()
+def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tensor]:
+    """Return a layer's head outputs [batch, pos, head, d_head] by the source of the values; they sum to `hook_z`.
+
+    Attention, mixing and the terms that shortcuts add are linear in the values, and gates are linear in the head outputs.
+    Each part is the layer's own computation with all other values set to zero and the gates of the run.
+    """
+    attn: Attention = model.blocks[layer].attn
+    points = _points_read(attn)
+    values: dict[Source, Tensor] = {j: read(name) for j, name in points.items()}
+    others = {name: read(name) for name in _points_crossed(attn)}
+    stem, wiring = f"blocks.{layer}.attn", attn.projections["v"]
+    made: dict[Source, Tensor] = {OWN: read(f"{stem}.own.hook_v")} if wiring.projects else {}  # the parts of the values
+    if wiring.mixer is not None:
+        tensors = {j: values[j] for j in wiring.mixed} | made
+        weights = read(f"{stem}.{attn.weight_points['v']}").unbind(-1)
+        made = {j: (w[..., None] if w.ndim else w) * x for (j, x), w in zip(tensors.items(), weights, strict=True)}
+    elif (shared := wiring.shared_source) is not None and (heads := wiring.own_heads):
+        others_heads = values[shared].shape[2] - heads
+        made[shared] = F.pad(values[shared][:, :, heads:], (0, 0, heads, 0))
+        made[OWN] = F.pad(made[OWN], (0, 0, 0, others_heads))
+    elif shared is not None:
+        made = {shared: values[shared]}
+    nothing = torch.zeros_like(next(iter(made.values())))
+    absent, unread = dict.fromkeys(values, nothing), [nothing] * len(others)
+    through = _through(model, read, attn)
+    parts: dict[str, Tensor] = {}
+    for j, value in values.items():
+        parts[path_name(points[j])] = through(made.get(j, nothing), absent | {j: value}, unread)
+    if OWN in made:
+        parts[OWN] = through(made[OWN], absent, unread)
+    for i, (name, value) in enumerate(others.items()):
+        parts[path_name(name)] = through(nothing, absent, [*unread[:i], value, *unread[i + 1 :]])
+    return parts
+
+
+def _through(
+    model: Transformer, read: Reader, attn: Attention
+) -> Callable[[Tensor, Mapping[Source, Tensor], Sequence[Tensor]], Tensor]:
+    """Return a function from effective values, sources of the outputs and other key sets' values to a layer's head outputs."""
+    stem, layer = f"blocks.{attn.layer}", attn.layer
+    q, k = read(f"{stem}.attn.hook_rot_q"), read(f"{stem}.attn.hook_rot_k")
+    softmaxes = [Softmax(1.0, q, [k])]
+    if isinstance(attn, JointAttention):
+        recipe = attn.recipe()
+        softmaxes = recipe.softmaxes({name: read(name) for name in recipe.needs})
+    names = attn.coefficients.get("output", ())
+    weights = dict(zip(names, read(f"{stem}.attn.hook_output_mix").unbind(-1), strict=True)) if names else {}
+    x = effective = q
+    if attn.gates:  # computed from the run's activations
+        x = model.blocks[layer].ln1.gained(read(f"{stem}.ln1.hook_normalized"))
+        x, effective = x.to(model.embed.weight.dtype), read(f"{stem}.attn.hook_v")
+
+    def through(v: Tensor, sources: Mapping[Source, Tensor], crossed: Sequence[Tensor]) -> Tensor:
+        attends = any(bool(t.any()) for t in (v, *crossed))
+        z = joint_attention(softmaxes, [v, *crossed]) if attends else torch.zeros_like(q)
+        for shortcut in attn.outputs:
+            z = shortcut.output(layer, z, v, sources, weights)
+        for shortcut in attn.gates:
+            z = shortcut.gate(layer, z, effective, x)
+        return z.to(read.wide)
+
+    return through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +267,7 @@ class Decomposition:
 
     parts: Tensor
     labels: list[str]
-    whole: Tensor
-    """The model's own stream or logits, [batch, pos, ...]."""
+    whole: Tensor  # the model's own stream or logits, [batch, pos, ...]
 
     def __getitem__(self, label: str) -> Tensor:
         label = re.sub(r"\.source\.0$", ".first", label)
@@ -47,6 +281,16 @@ class Decomposition:
         return (self.parts.sum(0) - self.whole).abs().max().item()
 
 
+def label_parts(label: str) -> tuple[str, int | None, int | None, str | None]:
+    """Return (part, layer, head, value path) of a label: `embed`, `bias`, `2_mlp_out`, `2_attn_bias`, `L1H0.first`."""
+    if match := re.fullmatch(r"L(\d+)H(\d+)(?:\.(.+))?", label):
+        return "attn", int(match[1]), int(match[2]), match[3]
+    if "_" not in label:
+        return label, None, None, None
+    layer, kind, _ = label.split("_")
+    return kind, int(layer), None, None
+
+
 def anatomy_of(model: HookedModel) -> Anatomy:
     """Return the anatomy of a model; raise `BadData` for a model without one."""
     if isinstance(model, Transformer):
@@ -55,8 +299,7 @@ def anatomy_of(model: HookedModel) -> Anatomy:
         raise BadData(
             f"a {type(model).__name__} has no known paths to its stream: decompose takes models of `build` and observed ones"
         )
-    anatomy: Anatomy = observed()
-    return anatomy
+    return observed()
 
 
 def decompose(
@@ -132,7 +375,21 @@ def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, a
         parts = parts @ (end.gain[:, None] * end.head.T)
         whole = inputs @ end.head.T + (0.0 if end.bias is None else end.bias) if own is None else own
     else:
-        ids = [_ids(model, end.head, x, inputs.shape) for x in (tokens, against) if x is not None]
+        ids = []  # [], [batch, 1] or [batch, pos] from ids [], [batch] or [batch, pos], or from a text
+        for given in (x for x in (tokens, against) if x is not None):
+            each = model.to_single_token(given) if isinstance(given, str) else given
+            each = torch.as_tensor(each, device=end.head.device)
+            each, fits = each[:, None] if each.ndim == 1 else each, inputs.shape[:2]
+            if (
+                each.ndim > 2
+                or each.is_floating_point()
+                or any(a not in (1, b) for a, b in zip(each.shape, fits, strict=False))
+            ):
+                raise BadData(f"tokens of shape {tuple(each.shape)} do not fit [batch, pos] = {tuple(fits)}")
+            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < len(end.head):
+                last = len(end.head) - 1
+                raise BadData(f"token ids {int(each.min())}..{int(each.max())} leave the vocabulary 0..{last}")
+            ids.append(each)
 
         def of_tokens(table: Tensor) -> Tensor:
             """Return the rows of `tokens` minus those of `against`."""
@@ -146,15 +403,3 @@ def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, a
             whole = each[0] - each[1] if len(each) > 1 else each[0]
         constant = None if constant is None else of_tokens(constant)
     return parts if constant is None else torch.cat([parts, constant.expand(1, *parts.shape[1:])]), whole
-
-
-def _ids(model: Any, head: Tensor, tokens: Any, shape: Sequence[int]) -> Tensor:
-    """Return ids [], [batch, 1] or [batch, pos] from ids [], [batch] or [batch, pos], or from a text."""
-    ids = torch.as_tensor(model.to_single_token(tokens) if isinstance(tokens, str) else tokens, device=head.device)
-    if ids.ndim == 1:
-        ids = ids[:, None]
-    if ids.ndim > 2 or ids.is_floating_point() or any(a not in (1, b) for a, b in zip(ids.shape, shape, strict=False)):
-        raise BadData(f"tokens of shape {tuple(ids.shape)} do not fit [batch, pos] = {tuple(shape[:2])}")
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(head):
-        raise BadData(f"token ids {int(ids.min())}..{int(ids.max())} leave the vocabulary 0..{len(head) - 1}")
-    return ids

@@ -1,46 +1,141 @@
-"""Text generation token by token: greedy or sampled, complete or streamed.
+"""Text generation token by token, greedy or sampled, complete or streamed, and its key-value cache.
 
     p = softmax(logits / temperature), of the `top_k` largest, then of the smallest set whose mass reaches `top_p`
 
 The filters and their order match transformers. Each row of a batch draws one number in [0, 1) per token from its
 own generator and takes the token at which the cumulative p exceeds it. The tokens of a row depend only on the seed
 and the row's index, not on the cache, the device or the other rows (up to rounding of the logits).
+
+The cache has rotated keys and effective values; a tensor that layers share is stored once. Capacity (`nbytes`) and traffic
+(`traffic`) differ. SVFormer's cache has (L + 1) / (2 L) of the decoder's bytes, but each layer's attention reads the shared values
+again. Decoding therefore moves as many bytes as in the decoder, unless a nearer memory keeps them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from workbench.config import ModelConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest
-from workbench.models.cache import KeyValueCache
+
+
+class KeyValueCache:
+    """Keys and values of past tokens; `model.new_cache` makes a cache and cached forward passes fill it."""
+
+    def __init__(
+        self, model: Any, batch: int, capacity: int, *, reserve: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.batch, self.capacity, self.reserve, self.dtype = batch, capacity, reserve, dtype
+        self.length = 0
+        self.entries: dict[tuple[str, int], Tensor] = {}  # (k or v, layer) -> [batch, reserved, kv_head, d_head]
+        self._read = self._traffic = 0
+        self._made: list[tuple[str, int]] = []  # entries that the current pass has added
+
+    def check(self, model: Any, ids: Tensor) -> None:
+        """Raise `BadData` if ids [batch, pos] of a model cannot continue this cache."""
+        for key in self._made:  # by an interrupted pass; its entries in other buffers are beyond `length`
+            del self.entries[key]
+        self._made, self._read = [], 0
+        owner: Any = self._model()
+        if owner is not model:
+            raise BadData("this cache belongs to another model: make one with model.new_cache(batch)")
+        if len(ids) != self.batch:
+            n = len(ids)
+            raise BadData(f"the cache holds {self.batch} sequences, these are {n}; make one with new_cache({n})")
+        if self.length + ids.shape[1] > self.capacity:
+            raise BadData(
+                f"{self.length} cached and {ids.shape[1]} new tokens exceed the cache's {self.capacity}"
+                f" (the model's context is n_ctx={model.config.n_ctx}); room for {self.capacity - self.length}"
+            )
+
+    def extend(
+        self, name: str, layer: int, new: Tensor, *, source: Any = None, shared: bool = False, own_heads: int = 0
+    ) -> Tensor:
+        """Add new keys or values of a layer and return the keys or values of all positions [batch, pos, kv_head, d_head].
+
+        With `shared` the tensor, or its heads from `own_heads` on, equals that of the layer `source`, so nothing is stored. After a
+        hook changes a shared tensor, the layer gets a separate entry with the source's past.
+        """
+        if not own_heads:
+            return self._extended((name, layer), new, self.entries.get((name, source)), shared)
+        own, others = new[:, :, :own_heads], new[:, :, own_heads:]
+        past = self.entries[name, source][:, :, own_heads:]
+        both = (
+            self._extended((name, layer), own, None),
+            self._extended((f"{name} of others", layer), others, past, shared),
+        )
+        return torch.cat(both, 2)
+
+    def _extended(self, key: tuple[str, int], new: Tensor, source: Tensor | None, shared: bool = False) -> Tensor:
+        end = self.length + new.shape[1]
+        if shared and key not in self.entries:
+            assert source is not None
+            full = source[:, :end]
+        else:
+            held = self.entries.get(key)
+            if held is None or held.shape[1] < end:
+                size = max(end, self.reserve) if held is None else min(self.capacity, max(end, 2 * held.shape[1]))
+                with torch.inference_mode(False):  # a tensor of inference mode could not be written outside it
+                    buffer = new.new_empty((self.batch, size, *new.shape[2:]), dtype=self.dtype or new.dtype)
+                past = source if held is None else held
+                if self.length:
+                    assert past is not None, f"{key[0]} of layer {key[1]} has no past"
+                    buffer[:, : self.length] = past[:, : self.length]
+                if held is None:
+                    self._made.append(key)
+                self.entries[key] = buffer
+            else:
+                buffer = held
+            buffer[:, self.length : end] = new
+            full = buffer[:, :end]
+        self.note(full)
+        return full if full.dtype == new.dtype else full.to(new.dtype)
+
+    def note(self, read: Tensor) -> None:
+        """Count the bytes that an attention reads."""
+        self._read += read.numel() * (self.dtype or read.dtype).itemsize
+
+    def advance(self, new: int) -> None:
+        """End a forward pass over `new` tokens."""
+        self.length += new
+        self._traffic, self._read, self._made = self._read, 0, []
+
+    @torch.inference_mode(False)
+    def clone(self) -> KeyValueCache:
+        """Return an independent copy, for two continuations of one prompt."""
+        twin = copy.copy(self)
+        twin.entries, twin._made = {key: entry.clone() for key, entry in self.entries.items()}, list(self._made)
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """Remove everything after the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise BadData(f"length={length}: the cache holds {self.length} tokens, choose from 0..{self.length}")
+        self.length = length
+        if not length:
+            self.entries, self._made = {}, []  # layers with a separate entry may share again
+
+    def nbytes(self) -> int:
+        """Return the bytes of the stored keys and values, without memory reserved for later tokens."""
+        return sum(entry[:, : self.length].nbytes for entry in self.entries.values())
+
+    def traffic(self) -> int:
+        """Return the bytes that the attentions of the last pass read; shared tensors count once per reader."""
+        return self._traffic
+
 
 HALF = "\ufffd"  # decoded from the bytes of an incomplete character
 CONTEXT = 8  # prompt tokens to decode the first new token with: some tokenizers write a first token differently
-
-
-class Decoder(Protocol):
-    """The interface of a model for generation; `HookedModel` has it."""
-
-    config: ModelConfig
-    tokenizer: Any
-
-    def to_tokens(self, text: Any) -> Tensor:
-        """Return token ids [batch, pos]."""
-
-    def new_cache(self, batch: int = 1, *, reserve: int = 0) -> KeyValueCache:
-        """Return an empty key-value cache."""
-
-    def __call__(self, tokens: Tensor, *, past_kv_cache: KeyValueCache | None = None) -> Tensor:
-        """Return logits [batch, pos, d_vocab]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +235,7 @@ class Generated:
     texts: list[str]
 
 
-def generate(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
+def generate(model: Any, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Generated:
     """Return a continuation with its lengths and ends; options as in `HookedModel.generate`."""
     columns = [model.to_tokens(prompt)]
     lengths = [columns[0].shape[1]] * len(columns[0])
@@ -153,7 +248,7 @@ def generate(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: A
     return Generated(torch.cat(columns, 1), lengths, ended, texts)
 
 
-def stream(model: Decoder, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
+def stream(model: Any, prompt: Any, max_new_tokens: int = 64, **options: Any) -> Iterator[Any]:
     """Yield one item per new token, in the form of the prompt; options are checked at once."""
     items = (step.texts if is_text(prompt) else step.ids for step in steps(model, prompt, max_new_tokens, **options))
     if not is_single(prompt):
@@ -172,7 +267,7 @@ def is_single(prompt: Any) -> bool:
 
 
 def steps(
-    model: Decoder,
+    model: Any,
     prompt: Any,
     max_new_tokens: int = 64,
     *,
@@ -196,7 +291,7 @@ def steps(
         )
     if seed is not None and not _is_count(seed, 0, 2**63 - 1):
         raise WorkbenchError(f"seed={seed!r}: a whole number from 0, or None for another text each time")
-    ends, strings = _stops(model, stop)
+    end, ends, strings = _stops(model, stop)
     writing = bool(strings) or is_text(prompt)  # then ids that the tokenizer cannot decode are not drawn
     vocabulary = min(model.config.d_vocab, model.tokenizer.vocab_size) if writing else model.config.d_vocab
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -204,40 +299,30 @@ def steps(
     if seed is None and temperature:
         seed = int(torch.randint(2**63 - 1, ()))
     row_seeds = [int(digest("generate", seed, row), 16) % 2**63 for row in range(len(ids))]
-    return _Decoding(
-        model=model,
-        cache=model.new_cache(len(ids), reserve=ids.shape[1] + max_new_tokens - 1) if use_cache else None,
-        sampling=sampling,
-        vocabulary=vocabulary,
-        generators=[torch.Generator().manual_seed(s) for s in row_seeds] if temperature else [],
-        writers=[Writer(model.tokenizer, row, strings) for row in ids.tolist()] if writing else [],
-        ends=ends,
-        padding=_end_of(model),
-    ).run(ids, max_new_tokens)
+    generators = [torch.Generator().manual_seed(s) for s in row_seeds] if temperature else []
+    writers = [Writer(model.tokenizer, row, strings) for row in ids.tolist()] if writing else []
+    cache = model.new_cache(len(ids), reserve=length + max_new_tokens - 1) if use_cache else None
 
+    @torch.no_grad()
+    def drawn(ids: Tensor, new: Tensor) -> list[int]:
+        """Return the next token of every row."""
+        logits = model(ids) if cache is None else model(new, past_kv_cache=cache)
+        logits = logits[:, -1, :vocabulary]
+        if not bool(logits.amax(-1).isfinite().all()):
+            what = f"the logits after {ids.shape[1]} tokens have no finite maximum"
+            raise BadData(f"{what}: weights or a hook make NaN or infinity")
+        draws = [torch.rand((), generator=g) for g in generators] or [torch.zeros(())] * len(ids)
+        return sampling.choose(logits, torch.stack(draws).to(logits.device)).tolist()
 
-@dataclass(frozen=True, kw_only=True)
-class _Decoding:
-    """The settings of one generation."""
-
-    model: Decoder
-    cache: KeyValueCache | None
-    sampling: Sampling
-    vocabulary: int
-    generators: list[torch.Generator]
-    writers: list[Writer]
-    ends: set[int]
-    padding: int | None
-
-    def run(self, ids: Tensor, count: int) -> Iterator[Step]:
+    def run(ids: Tensor) -> Iterator[Step]:
         new, done = ids, [False] * len(ids)
-        for left in reversed(range(count)):
-            live, drawn = [not d for d in done], self._next(ids, new).tolist()
-            pads = [self.padding if self.padding is not None else old for old in ids[:, -1].tolist()]
-            tokens = [token if going else pad for token, going, pad in zip(drawn, live, pads, strict=True)]
-            done = [not going or token in self.ends for token, going in zip(tokens, live, strict=True)]
+        for left in reversed(range(max_new_tokens)):
+            live, candidates = [not d for d in done], drawn(ids, new)
+            pads = [end if end is not None else old for old in ids[:, -1].tolist()]
+            tokens = [token if going else pad for token, going, pad in zip(candidates, live, pads, strict=True)]
+            done = [not going or token in ends for token, going in zip(tokens, live, strict=True)]
             texts = []
-            for row, writer in enumerate(self.writers):
+            for row, writer in enumerate(writers):
                 text = "" if done[row] else writer.add(tokens[row])  # a stop is not part of the text
                 done[row] |= writer.stopped
                 texts.append(text + (writer.end() if live[row] and (done[row] or not left) else ""))
@@ -247,39 +332,26 @@ class _Decoding:
             if all(done):
                 return
 
-    @torch.no_grad()
-    def _next(self, ids: Tensor, new: Tensor) -> Tensor:
-        """Return the next token of every row [batch]."""
-        logits = self.model(ids) if self.cache is None else self.model(new, past_kv_cache=self.cache)
-        logits, n = logits[:, -1, : self.vocabulary], ids.shape[1]
-        if not bool(logits.amax(-1).isfinite().all()):
-            raise BadData(f"the logits after {n} tokens have no finite maximum: weights or a hook make NaN or infinity")
-        draws = [torch.rand((), generator=g) for g in self.generators] or [torch.zeros(())] * len(ids)
-        return self.sampling.choose(logits, torch.stack(draws).to(logits.device))
+    return run(ids)
 
 
-def _end_of(model: Decoder) -> int | None:
-    """Return the tokenizer's id for the end of a document, None if it has none."""
-    with contextlib.suppress(BadData):
-        return None if model.tokenizer is None else int(model.tokenizer.eos_id)
-    return None
-
-
-def _stops(model: Decoder, stop: Any) -> tuple[set[int], list[str]]:
-    """Return the ids and the strings that end a row."""
+def _stops(model: Any, stop: Any) -> tuple[int | None, set[int], list[str]]:
+    """Return the id that ends a document, if any, and the ids and strings that end a row."""
     stops = list(stop) if isinstance(stop, list | tuple | set | frozenset) else [] if stop is None else [stop]
-    end, d_vocab = _end_of(model), model.config.d_vocab
-    ends, strings = {end} if end is not None and (stops or stop is None) else set[int](), list[str]()
+    end, d_vocab = None, model.config.d_vocab
+    if model.tokenizer is not None:
+        with contextlib.suppress(BadData):  # a tokenizer without an end of documents
+            end = int(model.tokenizer.eos_id)
+    ends = {end} if end is not None and (stops or stop is None) else set[int]()
+    strings = [one for one in stops if isinstance(one, str) and one]
     for one in stops:
-        if isinstance(one, str) and one:
-            strings.append(one)
-        elif _is_count(one, 0, d_vocab - 1):
+        if _is_count(one, 0, d_vocab - 1):
             ends.add(int(one))
-        else:
+        elif one not in strings:
             raise BadData(f"stop={one!r}: a token id 0..{d_vocab - 1} or a text that is not empty, or a list of them")
     if strings and model.tokenizer is None:
         raise BadData(f"stop={strings[0]!r}: this model came without a tokenizer, so give token ids 0..{d_vocab - 1}")
-    return ends, strings
+    return end, ends, strings
 
 
 def _is_number(value: Any) -> bool:

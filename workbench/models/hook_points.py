@@ -96,7 +96,6 @@ class HookPoint(nn.Module):
         return x
 
     def extra_repr(self) -> str:
-        """Return the number of hooks, empty for none."""
         counts = {"fwd": len(self.fwd_hooks), "bwd": len(self.bwd_hooks)}
         return ", ".join(f"{count} {dir}" for dir, count in counts.items() if count)  # noqa: A001
 
@@ -156,7 +155,6 @@ class HookPoint(nn.Module):
         ]
 
     def clear_context(self) -> None:
-        """Empty `ctx`, the storage of hooks."""
         self.ctx = {}
 
     def layer(self) -> int:
@@ -164,13 +162,11 @@ class HookPoint(nn.Module):
         return int(str(self.name).split(".")[1])
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
         handle = super().register_forward_hook(*args, **kwargs)
         self.hook_state.enable()
         return handle
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """As in PyTorch."""
         handle = super().register_full_backward_hook(*args, **kwargs)
         self.hook_state.enable()
         return handle
@@ -227,7 +223,6 @@ class HookedModule(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def add_hook_points(self, *names: str) -> None:
-        """Add `hook_<name>` for each name."""
         for name in names:
             setattr(self, f"hook_{name}", HookPoint())
 
@@ -268,7 +263,6 @@ class HookedRoot(nn.Module):
             module.name = name
 
     def hook_points(self) -> Any:
-        """Return all hook points."""
         return self.hook_dict.values()
 
     def add_hook(self, name: HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -17,9 +17,8 @@ from workbench.console import notebook_html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
-from workbench.models.activation_gradients import LossFn, NamesFilter, gradients_at
-from workbench.models.activations import RebuiltPatterns
-from workbench.models.cache import KeyValueCache
+from workbench.models.activations import LossFn, NamesFilter, RebuiltPatterns, gradients_at
+from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import (
     IN_A_GRAPH,
     HookedModule,
@@ -79,8 +78,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     unembed: nn.Linear
     ln_final: Any
     blocks: Any
-    caches = False
-    """Whether `logits` takes a key-value cache."""
+    caches = False  # whether `logits` takes a key-value cache
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -134,12 +132,10 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
         return self.embed.weight.dtype
 
     def stream_paths(
@@ -201,8 +197,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
 
     def everywhere(self, tokens: Any) -> Tensor:
         """Return the logits [batch, pos, d_vocab] of every position."""
-        logits: Tensor = self(tokens)
-        return logits
+        return self(tokens)
 
     def setup(self) -> None:
         """Name the hook points and share the hook state among all modules with hook points."""

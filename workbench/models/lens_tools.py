@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import BadData, WorkbenchError
-from workbench.models.norms import NORMS
+from workbench.models.layers import NORMS
 
 _STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
 _BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
@@ -118,12 +118,10 @@ class LensTools:
         return self.tokenizer.token_strings(ids) if self.tokenizer else [str(i) for i in ids]
 
     def to_string(self, tokens: Any) -> str:
-        """Return the text of one row of ids."""
         ids = self.to_tokens(tokens)[0].tolist()
         return self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
 
     def to_single_str_token(self, token: int) -> str:
-        """Return the text of one id."""
         return self.to_str_tokens(torch.tensor([int(token)]))[0]
 
     def to_single_token(self, text: str) -> int:

@@ -29,10 +29,11 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+            def end() -> None:
+                self.now -= self._sizes.pop(key)
+
+            weakref.finalize(storage, end)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

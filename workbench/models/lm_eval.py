@@ -9,7 +9,7 @@ EleutherAI/lm-evaluation-harness, lm_eval/api/model.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,33 +41,29 @@ class Harness:
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return (log probability in nats, whether greedy decoding gives it) for each (context, continuation)."""
-        return self._score([self._pair(*request.args) for request in requests])
+        pairs = []
+        for context, continuation in (request.args for request in requests):
+            before = self.text.encode(context.rstrip() or context) if context else []
+            ids = self.text.encode(context + continuation)
+            pairs.append((before or [self.prefix], ids[len(before) :]))
+        return self._score(pairs)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Return the log probability in nats of each (text,), each token with as much context as fits."""
-        windows = [list(self._windows(self.text.encode(request.args[0]))) for request in requests]
-        scores = iter(self._score([pair for pairs in windows for pair in pairs]))
-        return [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+        pairs, counts = [], []  # consecutive windows, the last one filled up with context
+        for request in requests:
+            ids = self.text.encode(request.args[0])
+            stream, begins = [self.prefix, *ids], range(0, len(ids), self.longest)
+            for begin in begins:
+                end = min(begin + self.longest, len(ids))
+                pairs.append((stream[max(0, end - self.longest) : begin + 1], ids[begin:end]))
+            counts.append(len(begins))
+        scores = iter(self._score(pairs))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Return the greedy continuation of each (context, settings), up to a text in `until`, the end of a document or the limit."""
         return [self._generate(*request.args) for request in requests]
-
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of both, split after the number of the context's tokens."""
-        if not context:
-            return [self.prefix], self.text.encode(continuation)
-        body = context.rstrip()
-        ids, before = self.text.encode(context + continuation), self.text.encode(body or context)
-        return before or [self.prefix], ids[len(before) :]
-
-    def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield (context, predicted) pairs of consecutive windows; the last one is filled up with context."""
-        stream = [self.prefix, *ids]
-        for begin in range(0, len(ids), self.longest):
-            end = min(begin + self.longest, len(ids))
-            first = max(0, end - self.longest)
-            yield stream[first : begin + 1], ids[begin:end]
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:

@@ -27,23 +27,18 @@ CONTROL = " (control)"
 class Architecture:
     """A named list of shortcuts with its texts and its style in figures."""
 
-    label: str
-    """Its name in its paper; a control's name ends in ` (control)`."""
-    colour: str
-    """Colour of its curves, `#RRGGBB`."""
-    symbol: str
-    """Marker of its curves, one of `SYMBOLS`; equal markers need colours that colour-blind readers can distinguish."""
+    label: str  # its name in its paper; a control's name ends in ` (control)`
+    colour: str  # colour of its curves, `#RRGGBB`
+    symbol: str  # marker of its curves, one of `SYMBOLS`; equal markers need colours that colour-blind readers can distinguish
     summary: str
-    plain: str
-    """The summary for readers who know no formula."""
+    plain: str  # the summary for readers who know no formula
     classes: tuple[str, ...] = ()
     """Its shortcuts as `file.Class` of the folder `architectures`, or as `package.module.Class` of another package."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Published options that differ from the shortcuts' defaults."""
-    neutral: Mapping[str, Any] | None = None
-    """Options that make it the vanilla decoder; None if there are none."""
-    value_path: bool = False
-    """Whether it has a value path; an X-ray then does not suggest one."""
+    constants: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # published options that differ from the shortcuts' defaults
+    neutral: Mapping[str, Any] | None = None  # options that make it the vanilla decoder; None if there are none
+    value_path: bool = False  # whether it has a value path; an X-ray then does not suggest one
 
     @property
     def shortcuts(self) -> tuple[type[Shortcut], ...]:
@@ -57,7 +52,6 @@ class Architecture:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option with its default."""
         return {k: v for shortcut in self.shortcuts for k, v in options_of(shortcut).items()} | dict(self.constants)
 
 

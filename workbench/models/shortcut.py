@@ -30,41 +30,34 @@ from workbench.config import ModelConfig
 from workbench.kernels.joint import Softmax
 
 Projection = Literal["q", "k", "v"]
-Source = int | str
-"""A layer, or the name of a table of vectors by token id."""
+Source = int | str  # a layer, or the name of a table of vectors by token id
 State = Literal["own", "effective", "cached"]
 Weight = float | Tensor
-Weights = Mapping[str, Weight]
-"""Coefficients by the name of what they multiply."""
+Weights = Mapping[str, Weight]  # coefficients by the name of what they multiply
 Tensors = Mapping[Source, Tensor]
-Reads = Mapping[str, Tensors]
-"""Tensors of other layers, by kind (`rot_q`, `rot_k`, `v`) and by source."""
+Reads = Mapping[str, Tensors]  # tensors of other layers, by kind (`rot_q`, `rot_k`, `v`) and by source
 Skip = Literal["stream", "sum", ""]
 SoftmaxForm = Literal["", "softmax", "null", "sets", "mixture"]
 Path = Literal["output", "pattern"]
-Memory = dict[Any, Any]
-"""Tensors of one forward pass by (tensor, layer, state), and everything that shortcuts prepare."""
+Memory = dict[Any, Any]  # tensors of one forward pass by (tensor, layer, state), and everything that shortcuts prepare
 
 
 class Shortcut(nn.Module):
     """One difference from the vanilla decoder, at one or more seams."""
 
-    prefix: ClassVar[str]
-    """Name of the submodule, and so of its tensors in a checkpoint."""
+    prefix: ClassVar[str]  # name of the submodule, and so of its tensors in a checkpoint
     branch: ClassVar[str] = "cross"
     """Submodule of the hook points that `softmaxes` reads: `cross`, or `source` to share those of mixed tensors."""
-    reads: State = "own"
-    """State of the source tensors: `own`, as their layer projects them, or `effective`, as it attends with them."""
-    detaches: bool = False
-    """Whether gradients stop at the sources that it mixes."""
-    streams: int = 1
-    """Number of residual streams."""
-    norms: str = "pre"
-    """Placement of the norms in a block, one of `norms.PLACEMENTS`."""
-    decays: bool = False
-    """Whether weight decay applies to its coefficients; its matrices always decay."""
+    reads: State = "own"  # state of the source tensors: `own`, as their layer projects them, or `effective`, as it attends with them
+    detaches: bool = False  # whether gradients stop at the sources that it mixes
+    streams: int = 1  # number of residual streams
+    norms: str = "pre"  # placement of the norms in a block, one of `norms.PLACEMENTS`
+    decays: bool = False  # whether weight decay applies to its coefficients; its matrices always decay
     weighs_tokens: ClassVar[bool] = False
     """Whether its weights depend on the token: [batch, pos, kv_head] for values, [batch, pos, head, source] for the stream."""
+
+    random: ClassVar[Literal["matrices", "all", "none"]] = "matrices"
+    """Parameters that `initialise` draws from N(0, init_std); the others keep the values of their construction."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -76,9 +69,10 @@ class Shortcut(nn.Module):
         return config
 
     def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
-        """Fill the random parameters, by default all matrices: `draw(name, tensor)` fills one from N(0, init_std)."""
+        """Fill the `random` parameters: `draw(name, tensor)` fills one from N(0, init_std)."""
         for name, tensor in self.named_parameters():
-            if tensor.ndim == 2 and min(tensor.shape) > 1:
+            is_matrix = tensor.ndim == 2 and min(tensor.shape) > 1
+            if self.random == "all" or (is_matrix and self.random == "matrices"):
                 draw(name, tensor)
 
     def prepare(self, tokens: Tensor) -> Memory:

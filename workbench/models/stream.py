@@ -40,8 +40,7 @@ def output_name(sublayer: int) -> str:
 class Stream:
     """The ordinary residual stream. A model has one; its blocks ask it for the input of every sublayer."""
 
-    is_plain = True
-    """Whether a block's input is the complete state that the model passes on."""
+    is_plain = True  # whether a block's input is the complete state that the model passes on
 
     def __init__(self, n_layers: int, shortcuts: Sequence[Shortcut]) -> None:
         self.n_layers = n_layers
@@ -62,8 +61,7 @@ class Stream:
 
     def after_mlp(self, block: Any, x: Tensor, out: Tensor, memory: Memory) -> Tensor:
         """Return the input of the next block or of the final norm, after `hook_resid_post`."""
-        state: Tensor = block.run_hook("hook_resid_post", self.state(2 * block.layer + 1, x, out, memory))
-        return state
+        return block.run_hook("hook_resid_post", self.state(2 * block.layer + 1, x, out, memory))
 
     def state(self, sublayer: int, x: Tensor, out: Tensor, memory: Memory) -> Tensor:
         """Return the state after a sublayer: its output plus its skip connection."""
@@ -173,8 +171,7 @@ class AveragedStream(Stream):
             weights = torch.tensor(weights, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         if self.averager.weighs_tokens and weights.ndim == 1:
             weights = weights.expand(*like.shape[:2], 1, -1)
-        hooked: Tensor = point(weights.clone())  # an edit in place must not reach the parameter
-        return hooked
+        return point(weights.clone())  # an edit in place must not reach the parameter
 
     def coefficients(self, layer: int) -> tuple[str, ...]:
         sources = () if self.averager.weighs_tokens else self.sources[2 * layer + 2]
@@ -235,8 +232,7 @@ class MultiStream(Stream):
         """Return the next input; a change of the mean at `hook_resid_post` is added to every stream."""
         streams = block.run_hook("hook_streams", self.written(out, memory))
         if block.layer == self.n_layers - 1:
-            mean: Tensor = block.run_hook("hook_resid_post", streams.mean(-2))
-            return mean
+            return block.run_hook("hook_resid_post", streams.mean(-2))
         if block.hook_state.enabled and is_hooked(point := block.hook_resid_post):
             mean = streams.mean(-2)
             streams = streams + (point(mean.clone()) - mean).unsqueeze(-2)
@@ -266,8 +262,7 @@ class MultiStream(Stream):
             return matrix
         axes = 2 if name.endswith("res") else 1
         # a copy: an edit in place must not reach the parameter
-        shown: Tensor = point(matrix.expand(*streams.shape[:2], *matrix.shape[-axes:]).clone())
-        return shown
+        return point(matrix.expand(*streams.shape[:2], *matrix.shape[-axes:]).clone())
 
     def name(self, sublayer: int, matrix: str) -> str:
         """Return the full name of a matrix's hook point."""

@@ -21,16 +21,13 @@ from torch import Tensor, nn
 from workbench.config import ModelConfig
 from workbench.files import digest
 from workbench.kernels.cross_entropy import MIN_LOGITS, cross_entropy
-from workbench.models.attention import Attention
-from workbench.models.cache import KeyValueCache
+from workbench.models.attention import Attention, JointAttention, Recipe
+from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
-from workbench.models.joint_attention import JointAttention, Recipe
-from workbench.models.norms import RMSNorm, block_norms, norm_queries_and_keys
-from workbench.models.rotary import Rotary, Rotation
+from workbench.models.layers import Embedding, Linear, RMSNorm, Rotary, Rotation, block_norms, norm_queries_and_keys
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
 from workbench.models.stream import Stream, build_stream
-from workbench.models.undrawn import Embedding, Linear
 from workbench.models.wiring import LayerWiring, wire
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module

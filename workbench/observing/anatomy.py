@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
-from workbench.models.anatomy import Anatomy, Ending, Reader
+from workbench.models.decomposition import Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.observing.interception.weights import apply_module, is_sharded

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.data.foreign_tokenizer import as_tokenizer, ids_of
+from workbench.data.tokenizer import as_tokenizer, ids_of
 from workbench.errors import BadData, WorkbenchError
 from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED

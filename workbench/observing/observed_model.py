@@ -22,9 +22,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from workbench.data.foreign_tokenizer import as_tokenizer
+from workbench.data.tokenizer import as_tokenizer
 from workbench.errors import HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
-from workbench.models.activation_gradients import LossFn, NamesFilter
+from workbench.models.activations import LossFn, NamesFilter
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of

@@ -13,39 +13,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.prompts.attention_maps import (
         AttentionInputs,
+        Overview,
         Pool,
         Window,
         attention_inputs,
         attention_map,
+        attention_overview,
     )
     from workbench.prompts.attribution import Attribution, logit_attribution
-    from workbench.prompts.edit_effects import (
-        Effect,
-        Over,
-        Sweep,
-        edit_effect,
-        edit_sweep,
-    )
+    from workbench.prompts.edit_effects import Effect, Over, PatchSweep, Sweep, edit_effect, edit_sweep, patch_sweep
     from workbench.prompts.flow import ValueFlow, value_flow
-    from workbench.prompts.heads import Overview, attention_overview
-    from workbench.prompts.identity import Identity, token_identity
-    from workbench.prompts.lens import Lens, logit_lens
-    from workbench.prompts.norms import ValueNorms, value_norms
+    from workbench.prompts.lens import Lens, Predictions, logit_lens, next_tokens
     from workbench.prompts.passages import Excerpt, excerpt, sharpest_pairs
-    from workbench.prompts.patching import PatchSweep, patch_sweep
-    from workbench.prompts.predictions import Predictions, next_tokens
+    from workbench.prompts.prompt import Prompt, PromptLike, tokenise
     from workbench.prompts.self_check import check_model
-    from workbench.prompts.tokens import Prompt, PromptLike, tokenise
+    from workbench.prompts.vectors import Identity, ValueNorms, token_identity, value_norms
 
 _MODULES = {
-    "attention_maps": ("AttentionInputs", "Pool", "Window", "attention_inputs", "attention_map"),
+    "attention_maps": ("AttentionInputs", "Overview", "Pool", "Window", "attention_inputs", "attention_map", "attention_overview"),
     "attribution": ("Attribution", "logit_attribution"),
-    "edit_effects": ("Effect", "Over", "Sweep", "edit_effect", "edit_sweep"),
-    "flow": ("ValueFlow", "value_flow"), "heads": ("Overview", "attention_overview"), "identity": ("Identity", "token_identity"),
-    "lens": ("Lens", "logit_lens"), "norms": ("ValueNorms", "value_norms"),
-    "passages": ("Excerpt", "excerpt", "sharpest_pairs"), "patching": ("PatchSweep", "patch_sweep"),
-    "predictions": ("Predictions", "next_tokens"), "self_check": ("check_model",),
-    "tokens": ("Prompt", "PromptLike", "tokenise"),
+    "edit_effects": ("Effect", "Over", "PatchSweep", "Sweep", "edit_effect", "edit_sweep", "patch_sweep"),
+    "flow": ("ValueFlow", "value_flow"),
+    "lens": ("Lens", "Predictions", "logit_lens", "next_tokens"),
+    "passages": ("Excerpt", "excerpt", "sharpest_pairs"),
+    "prompt": ("Prompt", "PromptLike", "tokenise"),
+    "self_check": ("check_model",),
+    "vectors": ("Identity", "ValueNorms", "token_identity", "value_norms"),
 }  # fmt: skip
 __all__ = [
     "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",
@@ -56,12 +49,9 @@ __all__ = [
 ]  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-
-def _load(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'workbench.prompts' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"workbench.prompts.{_HOMES[name]}"), name)
-
-
 if not TYPE_CHECKING:  # a checker sees the functions themselves
-    __getattr__ = _load
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'workbench.prompts' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"workbench.prompts.{_HOMES[name]}"), name)

@@ -1,12 +1,10 @@
 """One logit taken apart: into layers, these into heads, these by where their values come from; each level sums to it.
 
-parts = logit_attribution(model, ids, position=-1, token=answer, against=other)
-parts.frame.query("level == 'head' and layer == 3")
+parts = logit_attribution(model, ids, position=-1, token=answer, against=other) parts.frame.query("level == 'head' and layer == 3")
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.activations import RebuiltPatterns
-from workbench.models.anatomy import TOLERANCE, Anatomy, By
-from workbench.models.decomposition import Decomposition, anatomy_of, decompose
+from workbench.models.decomposition import TOLERANCE, By, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import by_layer, one_position
-from workbench.prompts.tokens import PromptLike, single_prompt
+from workbench.prompts.prompt import PromptLike, by_layer, one_position, single_prompt
 
 LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
 COLUMNS = ["level", "part", "layer", "head", "path", "value"]
@@ -39,12 +35,9 @@ class Attribution:
     observed model add by themselves); layer and head, absent where they do not apply (an `attn` without a head beside heads is
     what W_O adds by itself); path: `own`, `first`, `source.<j>`, `table`, `cross`, ..., of the last level; value in logits.
     """
-    logit: float
-    """What the model computed."""
-    totals: dict[str, float]
-    """Sum of the parts of each level."""
-    notes: list[str] = field(default_factory=list)
-    """Levels that an observed model does not show, and why."""
+    logit: float  # what the model computed
+    totals: dict[str, float]  # sum of the parts of each level
+    notes: list[str] = field(default_factory=list)  # levels that an observed model does not show, and why
 
     @property
     def error(self) -> float:
@@ -71,7 +64,16 @@ def logit_attribution(
         if isinstance(i, bool) or not isinstance(i, int) or i not in range(model.config.d_vocab):
             raise BadData(f"token id {i!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
     anatomy = anatomy_of(model)
-    levels, names, notes = _levels(anatomy, n_layers)
+    levels, names, notes = list[By](), list[str](), list[str]()
+    for by in LEVELS:
+        try:
+            names += anatomy.needed(by, n_layers, frozen=True)
+            levels.append(by)
+        except BadData as reason:
+            if by == "layer":
+                raise
+            notes.append(f"No parts by {by.replace('_', ' ')}: {reason}.")
+    names = list(dict.fromkeys(names))
     tensors = RebuiltPatterns()
     logits = by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
     from workbench.models.activation_cache import Cache
@@ -84,7 +86,8 @@ def logit_attribution(
         parts = decompose(
             model, cache, to="logits", by=by, tokens=token, against=against, pos=(at, at + 1), anatomy=anatomy
         )
-        rows += _rows(by, parts)
+        for label, value in zip(parts.labels, parts.parts[:, 0, 0].tolist(), strict=True):
+            rows.append(dict(zip(COLUMNS, (by, *label_parts(label), value), strict=True)))
     frame = pd.DataFrame(rows, columns=COLUMNS).astype({"layer": "Int64", "head": "Int64", "path": "string"})
     strings = prompt.strings(chosen)
     found = Attribution(
@@ -97,35 +100,3 @@ def logit_attribution(
             f"the parts sum to {found.totals['layer']:.6g}, the model computed {logit:.6g}: a hook changed it"
         )
     return found
-
-
-def _levels(anatomy: Anatomy, n_layers: int) -> tuple[list[By], list[str], list[str]]:
-    """Levels that a model shows, the hook points they read, and why finer ones are missing."""
-    levels, names, notes = list[By](), list[str](), list[str]()
-    for by in LEVELS:
-        try:
-            names += anatomy.needed(by, n_layers, frozen=True)
-        except BadData as reason:
-            if by == "layer":
-                raise
-            notes.append(f"No parts by {by.replace('_', ' ')}: {reason}.")
-        else:
-            levels.append(by)
-    return levels, list(dict.fromkeys(names)), notes
-
-
-def _rows(level: str, parts: Decomposition) -> list[dict[str, Any]]:
-    return [
-        dict(zip(COLUMNS, (level, *_place(label), float(value)), strict=True))
-        for label, value in zip(parts.labels, parts.parts[:, 0, 0], strict=True)
-    ]
-
-
-def _place(label: str) -> tuple[str, int | None, int | None, str | None]:
-    """(part, layer, head, path) of a label: `embed`, `bias`, `2_mlp_out`, `2_attn_bias`, `L1H0.first`."""
-    if "_" not in label and not label.startswith("L"):
-        return label, None, None, None
-    if match := re.fullmatch(r"L(\d+)H(\d+)(?:\.(.+))?", label):
-        return "attn", int(match[1]), int(match[2]), match[3]
-    layer, kind, _ = label.split("_")
-    return kind, int(layer), None, None

@@ -1,10 +1,4 @@
-"""Effects of edits on one prompt: before and after, or one edit at each layer and head in turn.
-
-    edit_effect(model, ids, "sink:layer=3,head=1;remove:layer=4,part=mlp")     losses, next tokens, divergence
-    edit_sweep(model, ids, "head:how=mean", over="layer x head")               change of the loss in each cell
-
-Edits and their order: `workbench.interventions.edits`. No gradients; one thread at a time runs a model.
-"""
+"""Effects of edits on one prompt: before and after, one edit at each layer and head in turn, or activation patching."""
 
 from __future__ import annotations
 
@@ -21,14 +15,12 @@ from torch import Tensor
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import local
-from workbench.interventions.edits.base import Edit, Inputs
-from workbench.interventions.edits.context import applied
-from workbench.interventions.edits.kinds import Given, as_edits
-from workbench.interventions.values import TokenMeans, token_means
+from workbench.interventions.ablation import TokenMeans, token_means
+from workbench.interventions.edits.base import Inputs
+from workbench.interventions.edits.kinds import Given, Patch, applied, as_edits
 from workbench.models.hooked import HookedModel, next_token_loss
 from workbench.models.transformer import Transformer
-from workbench.prompts.single_pass import log_probabilities
-from workbench.prompts.tokens import Prompt, PromptLike, second_prompt, single_prompt
+from workbench.prompts.prompt import Prompt, PromptLike, log_probabilities, second_prompt, single_prompt
 from workbench.runs.run import Run
 
 Progress = Callable[[int, int], None]
@@ -45,19 +37,15 @@ class Effect:
     """One prompt of T tokens before and after edits."""
 
     edits: tuple[str, ...]
-    loss_before: np.ndarray
-    """[T - 1] nats; entry i is the loss of token i + 1."""
+    loss_before: np.ndarray  # [T - 1] nats; entry i is the loss of token i + 1
     loss_after: np.ndarray
-    top_before: pd.DataFrame
-    """The likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`."""
-    top_after: pd.DataFrame
-    """The likeliest under the edits; columns as above."""
-    before: np.ndarray
-    """[d_vocab] probabilities of the token that follows the prompt, unedited."""
-    after: np.ndarray
-    """Under the edits."""
-    divergence: float
-    """KL(before || after) of the token that follows the prompt, nats, >= 0."""
+    top_before: (
+        pd.DataFrame
+    )  # the likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`
+    top_after: pd.DataFrame  # the likeliest under the edits; columns as above
+    before: np.ndarray  # [d_vocab] probabilities of the token that follows the prompt, unedited
+    after: np.ndarray  # under the edits
+    divergence: float  # KL(before || after) of the token that follows the prompt, nats, >= 0
 
     @property
     def n(self) -> int:
@@ -77,8 +65,7 @@ def edit_effect(
 ) -> Effect:  # fmt: skip
     """Return the joint effect of edits on one prompt.
 
-    `other`: as in `edited`; `top`: how many of the likeliest next tokens. Raises as `edited`, and `BadData` for several
-    prompts.
+    `other`: as in `edited`; `top`: how many of the likeliest next tokens. Raises as `edited`, and `BadData` for several prompts.
     """
     prompt = single_prompt(model, prompt, least=1)
     inputs, chosen = _inputs(model, prompt, other, means), as_edits(edits)
@@ -106,16 +93,12 @@ class Sweep:
 
     edit: str
     over: Over
-    loss: np.ndarray
-    """[layer] or [layer, head]: mean change of the loss over positions, nats; positive: the edit harms."""
-    n: int
-    """Positions with a loss."""
-    loss_before: float
-    """Mean loss of the prompt, nats."""
+    loss: np.ndarray  # [layer] or [layer, head]: mean change of the loss over positions, nats; positive: the edit harms
+    n: int  # positions with a loss
+    loss_before: float  # mean loss of the prompt, nats
     logit: np.ndarray | None = None
     """Change of the answer's logit after the prompt, minus that of the mean logit; None without an answer."""
-    probability: np.ndarray | None = None
-    """Change of the answer's probability."""
+    probability: np.ndarray | None = None  # change of the answer's probability
     probability_before: float | None = None
 
 
@@ -130,7 +113,14 @@ def edit_sweep(
     or text, whose logit and probability after the prompt are followed. Raises as `edited`; `BadData` for several prompts
     and an answer of several tokens; `WorkbenchError` where the edit names its layers, or has no heads to tell apart.
     """
-    inputs, edit = _inputs(model, single_prompt(model, prompt, least=1), other, means), _template(kind, over)
+    if over not in ("layer", "layer x head"):
+        raise UnknownName("over", over, ["layer", "layer x head"])
+    inputs, edits = _inputs(model, single_prompt(model, prompt, least=1), other, means), as_edits(kind)
+    if len(edits) != 1:
+        raise WorkbenchError(f"{kind!r}: a sweep takes one edit, got {len(edits)}")
+    (edit,) = edits
+    if edit.layer or (over == "layer x head" and getattr(edit, "head", ())):
+        raise WorkbenchError(f"{edit}: a sweep sets the {over.replace(' x ', ' and the ')} itself; leave them out")
     target = None if answer is None else one_token(model, answer)
     layers = edit.layers(model)
     rows = 1 + max(model.config.n_layers - 1, *layers)  # the final norm's input is one more
@@ -141,19 +131,21 @@ def edit_sweep(
     edit.prepare(model, layers, inputs)
     before, changes = _run(model, inputs), np.full((3, rows, max(1, heads)), np.nan)
     cells = [(n, h) for n in layers for h in range(max(1, heads))]
+    answer_before = (float("nan"),) * 2 if target is None else _answer(before, target)
     for done, (n, h) in enumerate(cells, 1):
         at = dataclasses.replace(edit, layer=(n,), **({"head": (h,)} if heads else {}))
         with applied(model, [at], inputs):
             after = _run(model, inputs)
-        changes[:, n, h] = _changes(before, after, target)
+        changes[0, n, h] = _mean(after.loss - before.loss)
+        if target is not None:
+            changes[1:, n, h] = np.subtract(_answer(after, target), answer_before)
         if progress is not None:
             progress(done, len(cells))
     loss, logit, probability = changes if heads else changes[..., 0]
-    of_answer = {"logit": logit, "probability": probability, "probability_before": _probability(before, target)}
-    return Sweep(
-        edit=str(edit), over=over, loss=loss, n=len(before.loss), loss_before=_mean(before.loss),
-        **(of_answer if target is not None else {}),
-    )  # fmt: skip
+    sweep = Sweep(edit=str(edit), over=over, loss=loss, n=len(before.loss), loss_before=_mean(before.loss))
+    if target is None:
+        return sweep
+    return dataclasses.replace(sweep, logit=logit, probability=probability, probability_before=answer_before[1])
 
 
 @dataclass(frozen=True)
@@ -203,17 +195,6 @@ def training_means(model: HookedModel, site: str) -> TokenMeans:
     return tables[site]
 
 
-def _template(kind: Given, over: str) -> Edit:
-    if over not in ("layer", "layer x head"):
-        raise UnknownName("over", over, ["layer", "layer x head"])
-    edits = as_edits(kind)
-    if len(edits) != 1:
-        raise WorkbenchError(f"{kind!r}: a sweep takes one edit, got {len(edits)}")
-    if edits[0].layer or (over == "layer x head" and getattr(edits[0], "head", ())):
-        raise WorkbenchError(f"{edits[0]}: a sweep sets the {over.replace(' x ', ' and the ')} itself; leave them out")
-    return edits[0]
-
-
 def one_token(model: HookedModel, answer: int | str) -> int:
     """The id of an answer, an id or a text; raises `BadData` for several tokens and for other ids."""
     ids = model.to_tokens(answer)[0].tolist() if isinstance(answer, str) else [answer]
@@ -224,18 +205,9 @@ def one_token(model: HookedModel, answer: int | str) -> int:
     return ids[0]
 
 
-def _changes(before: _Run, after: _Run, target: int | None) -> tuple[float, float, float]:
-    """Changes of the mean loss, of the answer's logit minus the mean logit, and of its probability."""
-    loss = _mean(after.loss - before.loss)
-    if target is None:
-        return loss, float("nan"), float("nan")
-    centred = [float(run.last[target] - run.last.mean()) for run in (before, after)]
-    was, now = (_probability(run, target) for run in (before, after))
-    return loss, centred[1] - centred[0], now - was
-
-
-def _probability(run: _Run, target: int | None) -> float:
-    return float("nan") if target is None else float(run.last.softmax(-1)[target])
+def _answer(run: _Run, target: int) -> tuple[float, float]:
+    """Return the answer's logit minus the mean logit, and its probability."""
+    return float(run.last[target] - run.last.mean()), float(run.last.softmax(-1)[target])
 
 
 def _mean(losses: np.ndarray) -> float:
@@ -247,3 +219,83 @@ def _likeliest(prompt: Prompt, by: Tensor, was: Tensor, now: Tensor, top: int) -
     return pd.DataFrame(
         {"id": ids, "text": prompt.strings(ids), "before": was[ids].exp().numpy(), "after": now[ids].exp().numpy()}
     )
+
+
+BATCH_TOKENS = 1024  # tokens that run together, cells of the sweep being rows of a batch
+APART = 0.5  # nats of logit difference between two prompts below which shares of it are mostly noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSweep:
+    """Activation patching: the share of the answer that each clean activation restores in the corrupted prompt."""
+
+    edit: str
+    restored: np.ndarray
+    """[layer, position]: (d - d_corrupted) / (d_clean - d_corrupted) of the logit difference d of the two answers after the
+    prompt: 0 as corrupted, 1 as clean; below 0 and above 1 are possible. NaN where there is no site."""
+    clean: float  # logit difference of the clean prompt
+    corrupted: float  # that of the corrupted one
+
+
+@torch.no_grad()
+def patch_sweep(
+    model: HookedModel, prompt: PromptLike, corrupted: PromptLike, answers: tuple[int | str, int | str],
+    site: str = "stream", *, apart: float = APART, progress: Progress | None = None,
+) -> PatchSweep:  # fmt: skip
+    """The corrupted prompt with one activation of the clean one (`prompt`) at a time, at all heads of a position.
+
+    `answers`: the token that is right after the clean prompt and the one it is compared with, ids or texts. Positions before the
+    first differing token change nothing and cost nothing; the others run as rows of a batch. Stream L is the input of the final norm.
+
+    Raises `BadData` for prompts of unequal length, for answers whose logit difference is not more than `apart` larger after the
+    first prompt than after the second, and as `edited`.
+    """
+    clean = single_prompt(model, prompt, least=1)
+    ids, others, edit = second_prompt(model, clean, corrupted).ids, clean.ids, Patch(site=site)
+    T = ids.shape[1]
+    if others.shape[1] != T:
+        raise BadData(
+            f"the first prompt has {others.shape[1]} tokens and the second {T}: patching needs as many in both; cut or"
+            " lengthen one"
+        )
+    layers, (right, wrong) = edit.layers(model), (one_token(model, x) for x in answers)
+    inputs = Inputs(tokens=ids, other=others)
+    edit.prepare(model, layers, inputs)
+    reached, start = (float(_lead(model, x, right, wrong)[0]) for x in (others, ids))
+    if reached - start <= apart:
+        raise BadData(
+            f"the first answer leads the second by {reached:+.2f} after the first prompt and by {start:+.2f} after the second: it must "
+            f"lead by more than {apart:g} more after its own; choose answers, or prompts, that tell them apart"
+        )
+    restored = np.full((1 + max(model.config.n_layers - 1, *layers), T), np.nan)
+    restored[layers] = 0.0
+    differing = (ids[0] != others[0]).nonzero()
+    first = int(differing[0]) if len(differing) else T
+    step, done, total = max(1, BATCH_TOKENS // T), 0, len(layers) * (T - first)
+    for n in layers:
+        (name,) = edit.points(model, n)
+        for low in range(first, T, step):
+            cells = range(low, min(low + step, T))
+
+            def patch(tensor: Tensor, hook: Any, cells: range = cells) -> Tensor:
+                """Set position cells[i] of row i."""
+                new, source = tensor.clone(), inputs.activations["other", str(hook.name)][0]
+                for row, at in zip(new, cells, strict=True):
+                    row[at] = source[at].to(row)
+                return new
+
+            with model.hooks([(name, patch)]):
+                lead = _lead(model, ids.expand(len(cells), -1), right, wrong)
+            restored[n, cells.start : cells.stop] = (lead - start) / (reached - start)
+            done += len(cells)
+            if progress is not None:
+                progress(done, total)
+    return PatchSweep(edit=str(edit), restored=restored, clean=reached, corrupted=start)
+
+
+def _lead(model: HookedModel, ids: Tensor, right: int, wrong: int) -> np.ndarray:
+    """Logit of one token minus another's after each prompt [batch]."""
+    points: Any = [("unembed.hook_in", lambda x, hook: x[:, -1:])] if isinstance(model, Transformer) else []
+    with model.hooks(points):
+        logits = model(ids)[:, -1].double()
+    return (logits[:, right] - logits[:, wrong]).cpu().numpy()

@@ -1,15 +1,15 @@
 """Sources and readers of the value of one layer at one position, as numbers that sum.
 
-    flow = prompts.value_flow(model, "def main():", position=1, layer=2)
-    flow.parts        # v = sum over b of c_b x_b; the parts' projections on v sum to its length
-    flow.readers      # by head: sum over queries of A[query, position] * ||v W_O||, and the same of later layers
+    v_n = sum over b of c_nb x_b,   b: a layer, whose own projection x_b is, or a table by token id
 
+Mixtures of mixtures (a layer that shares another's mixed values) are resolved to these, for our models from their wiring, for
+observed ones from fitted coefficients.
 Source: Kobayashi et al. (2020), Attention is Not Only a Weight, arXiv 2004.10102 (norm of the weighted, transformed vector).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,29 +19,157 @@ from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
-from workbench.models.anatomy import TOLERANCE
+from workbench.models.attention import JointAttention
+from workbench.models.decomposition import TOLERANCE
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import by_layer, float32_or_better, one_position
-from workbench.prompts.softmaxes import recipes_of
-from workbench.prompts.tokens import PromptLike, single_prompt
-from workbench.prompts.value_sources import (
-    EFFECTIVE,
-    Base,
-    Composition,
-    LayerValues,
-    compositions,
-    layer_values,
-    output_matrix,
-    resolved,
-)
+from workbench.observing.anatomy import output_map
+from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.value_paths import NEGLIGIBLE
+from workbench.prompts.attention_maps import attention_hook_points, recipes_of
+from workbench.prompts.prompt import PromptLike, by_layer, float32_or_better, one_position, single_prompt
+
+Base = int | str  # a layer, whose own projection is meant, or a table
+Composition = dict[Base, float]  # coefficients of what layers project and tables hold
+# stands for the effective values themselves, where something of them is added beside the attention
+EFFECTIVE = "effective"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerValues:
+    """Sources and readers of one layer's values; strings are hook points."""
+
+    layer: int
+    vectors: dict[Base, str]  # what it projects itself, and the tables it reads
+    sources: tuple[Base, ...]  # what its effective values are a sum of, in the order of the coefficients at `mix`
+    expanded: frozenset[Base]  # sources that are read as they attend, after any mixing there
+    mix: str | None  # coefficients of `sources`; None: one source, taken `alone` times
+    alone: float = 1.0
+    values: dict[int, str]  # values that its attention reads, by the layer whose keys go with them; its own first
+    scores: list[str]  # what its attention weights are made of
+    weights: str | None = None  # coefficients of what is added beside the attention
+    added: Callable[[Sequence[float]], Mapping[Base, float]] = field(default=lambda _: {})
+    """These coefficients -> how much of `EFFECTIVE` and of the sources is added to the head outputs at the token's own place."""
+    changed: bool = False  # whether something else, as a gate, changes the head outputs
+    negligible: float = 0.0  # coefficients up to this are none
+
+    @property
+    def made_of(self) -> list[str]:
+        """Hook points that tell what its values are made of."""
+        return [*self.vectors.values(), *([self.mix] if self.mix else [])]
+
+    @property
+    def read(self) -> list[str]:
+        """Hook points that tell who reads them."""
+        return list(dict.fromkeys([*self.values.values(), *self.scores, *([self.weights] if self.weights else [])]))
+
+
+def layer_values(model: HookedModel) -> list[LayerValues]:
+    """Return the value sources of every layer; raises `BadData` if an observed model does not show values or attention."""
+    describe = _observed if isinstance(model, Observed) else _ours
+    return [describe(model, n) for n in range(model.config.n_layers)]
+
+
+def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[float]]) -> list[Composition]:
+    """Return the sources of every layer's effective values from the coefficients in use."""
+    found: list[Composition] = []
+    for layer in layers:
+        weights = zip(layer.sources, mixes.get(layer.layer, [layer.alone]), strict=True)
+        found.append(resolved(layer, {j: w for j, w in weights if abs(w) > layer.negligible}, found))
+    return found
+
+
+def resolved(layer: LayerValues, weights: Mapping[Base, float], known: Sequence[Composition]) -> Composition:
+    """Expand a weighted sum of a layer's inputs into projections and tables; `known`: sources of earlier layers."""
+    total: Composition = {}
+    for source, weight in weights.items():
+        parts = known[int(source)] if source in layer.expanded else {source: 1.0}
+        for base, part in parts.items():
+            total[base] = total.get(base, 0.0) + weight * part
+    return total
+
+
+def output_matrix(model: HookedModel, layer: int) -> Tensor:
+    """W_O of a layer [head, d_head, d_model]; raises `BadData` where an observed model shows none."""
+    if not isinstance(model, Observed):
+        matrix: Tensor = model.blocks[layer].attn.W_O
+        return matrix.detach()
+    structure = model.structure.layers[layer]
+    if structure.z is None:
+        raise BadData(f"values cannot be followed here: no matrix W_O was found after the attention of layer {layer}")
+    return output_map(model.foreign, structure)[0]
+
+
+def _ours(model: Any, n: int) -> LayerValues:
+    stem, attn = f"blocks.{n}.attn", model.blocks[n].attn
+    wiring = attn.projections["v"]
+    constant = not wiring.own_heads and not (wiring.mixer is not None and wiring.mixer.weighs_tokens)
+    crossed = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
+    scores = attn.recipe().needs if isinstance(attn, JointAttention) else attention_hook_points(n, ("rot_q", "rot_k"))
+    names = attn.coefficients.get("output", ())
+    sources = (*wiring.mixed, n) if wiring.shared_source is None else (wiring.shared_source,)
+
+    def attends_with(source: Base, state: str) -> bool:
+        """Return whether a source contributes its effective values instead of its projection."""
+        if not isinstance(source, int):
+            return False
+        return state == "effective" or source == 0 or not model.blocks[source].attn.projections["v"].projects
+
+    def added(weights: Sequence[float]) -> Composition:
+        """Return the coefficients in what shortcuts add, which is linear in the values, so ones tell."""
+        bases, named, terms = (EFFECTIVE, *wiring.sources), dict(zip(names, weights, strict=True)), Composition()
+        for base in bases:
+            ones = {j: torch.full((1, 1, 1, 1), float(j == base), dtype=torch.double) for j in bases}
+            v = ones.pop(EFFECTIVE)
+            z = torch.zeros_like(v)
+            for shortcut in attn.outputs:
+                z = shortcut.output(n, z, v, ones, named)
+            if total := float(z):
+                terms[base] = total
+        return terms
+
+    return LayerValues(
+        layer=n,
+        vectors=({n: f"{stem}.own.hook_v"} if constant and wiring.projects else {})
+        | {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"] if isinstance(j, str)},
+        sources=sources if constant else (n,),
+        expanded=frozenset(j for j, state in wiring.sources.items() if attends_with(j, state)),
+        mix=f"{stem}.hook_v_mix" if wiring.mixer is not None and constant else None,
+        values={n: f"{stem}.hook_v"} | {int(j): str(module.hook_v.name) for j, module in crossed.items()},
+        scores=sorted(scores), weights=f"{stem}.hook_output_mix" if names else None, added=added,
+        changed=bool(attn.gates),
+    )  # fmt: skip
+
+
+def _observed(model: Any, n: int) -> LayerValues:
+    stem, block = f"blocks.{n}.attn", model.blocks[n]
+    scores = [name for name in attention_hook_points(n, ("rot_q", "rot_k")) if name in model.hook_dict]
+    scores = scores or attention_hook_points(n, ("pattern",))
+    for name in (f"{stem}.hook_v", *scores):
+        if name not in model.hook_dict:
+            raise BadData(
+                f"values cannot be followed here: layer {n}: {model.absent.get(name, f'{name} is not shown')}"
+            )
+    own, mixed = f"{stem}.own.hook_v" in model.hook_dict, f"{stem}.hook_v_mix" in model.hook_dict
+    vectors: dict[Base, str] = {n: f"{stem}.own.hook_v"} if own else {} if mixed else {n: f"{stem}.hook_v"}
+    paths = [p for p in model.fitted_paths if p.layer == n]
+    beside = [p for p in paths if p.into == "output"]
+    alone = next((p.coefficients.get("own") for p in paths if p.into == "value" and p.exact and own), None)
+    one = beside[0] if len(beside) == 1 and beside[0].exact else None
+    added = {0 if s == "first" else EFFECTIVE: c for s, c in one.coefficients.items()} if one else {}
+    return LayerValues(
+        layer=n, vectors=vectors, sources=(*block.source_points, n) if mixed else (n,), expanded=frozenset(),
+        mix=f"{stem}.hook_v_mix" if mixed else None, alone=1.0 if alone is None else alone, negligible=NEGLIGIBLE,
+        values={n: f"{stem}.hook_v"}, scores=scores, added=lambda _: added,
+        changed=bool(model.structure.layers[n].changed) or (bool(beside) and one is None),
+    )  # fmt: skip
+
 
 PARTS = ["path", "head", "coefficient", "norm", "projection", "share"]
 READERS = [
     "layer", "way", "path", "head", "coefficient", "attention", "norm", "amount", "total", "share", "even",
 ]  # fmt: skip
 QUERIES = ["head", "query", "attention", "norm", "amount", "total", "share", "even"]
-WHOLE = "value"
-"""The path of the whole effective value, as its own layer reads it."""
+WHOLE = "value"  # the path of the whole effective value, as its own layer reads it
 TOGETHER = "together"
 """The path of several vectors of a value as one, where a later layer reads their sum: their norms would not add up."""
 
@@ -53,8 +181,7 @@ class ValueFlow:
     tokens: list[str]
     layer: int
     position: int
-    norm: float
-    """Length of the effective value over all key-value heads."""
+    norm: float  # length of the effective value over all key-value heads
     parts: pd.DataFrame
     """A row for each source and key-value head: path (`own`, `first`, `source.<j>`, `table`), coefficient, norm of the part,
     its projection on the whole value (in the value's units; negative: it points away), and share, projection / norm of the
@@ -73,8 +200,7 @@ class ValueFlow:
     """
     queries: pd.DataFrame
     """The queries of each head of the chosen layer that get most of the value; columns as of `readers`, even = 1 / positions seen."""
-    notes: list[str]
-    """What is left out, in words."""
+    notes: list[str]  # what is left out, in words
 
     @property
     def error(self) -> float:
@@ -86,14 +212,10 @@ class ValueFlow:
 class Reading:
     """The value that one layer's attention reads at the position, and the attention that its queries give it."""
 
-    values: dict[int, Tensor]
-    """By the layer whose keys go with them, [kv_head, d_head]."""
-    columns: dict[int, Tensor]
-    """Attention of every query to the position, [head, T]."""
-    total: Tensor
-    """Norms that every query gets from all positions, summed, [head, T]."""
-    triangle: Tensor
-    """R of W_O^T = QR by head, [head, d_head, d_head]: ||x W_O|| = ||R x||."""
+    values: dict[int, Tensor]  # by the layer whose keys go with them, [kv_head, d_head]
+    columns: dict[int, Tensor]  # attention of every query to the position, [head, T]
+    total: Tensor  # norms that every query gets from all positions, summed, [head, T]
+    triangle: Tensor  # R of W_O^T = QR by head, [head, d_head, d_head]: ||x W_O|| = ||R x||
     added: Mapping[Base, float] = field(default_factory=dict)
 
 
@@ -155,11 +277,9 @@ class _Run:
             self.vectors.setdefault(base, float32_or_better(tensors[name][0, self.at]))
         if points.mix:
             self.mixes[n] = tensors[points.mix].tolist()
-        if n >= self.layer:
-            self.readings[n] = self._reading(points, tensors)
-            self.dtypes[n] = tensors[points.values[n]].dtype
-
-    def _reading(self, points: LayerValues, tensors: dict[str, Tensor]) -> Reading:
+        if n < self.layer:
+            return
+        self.dtypes[n] = tensors[points.values[n]].dtype
         triangle = torch.linalg.qr(float32_or_better(output_matrix(self.model, points.layer)).mT, mode="r").R
         values = {j: float32_or_better(tensors[name][0]) for j, name in points.values.items()}
         sizes = [written(v, triangle) for v in values.values()]
@@ -174,7 +294,7 @@ class _Run:
         columns = {j: found[..., i + 1].T for i, j in enumerate(values)}
         weights = tensors[points.weights].tolist() if points.weights else []
         at_position = {j: v[self.at] for j, v in values.items()}
-        return Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
+        self.readings[n] = Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
 
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
         """Apply the layer's attention to numbers [T, head, number] by set of keys; returns [T, head, number]."""

@@ -1,4 +1,4 @@
-"""The logit lens: what each stream of one prompt predicts through the model's own final norm and head."""
+"""What a prompt's streams and output predict: the logit lens, next-token probabilities and the loss per token."""
 
 from __future__ import annotations
 
@@ -7,48 +7,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
-from workbench.prompts.single_pass import (
+from workbench.prompts.prompt import (
+    PromptLike,
     array,
     by_layer,
     chosen_positions,
     float32_or_better,
     log_probabilities,
+    one_position,
+    single_prompt,
     streams,
 )
-from workbench.prompts.tokens import Prompt, PromptLike, single_prompt
 
 NONE = -1  # stands for the token that follows the last
-MAX_ERROR = 1e-3
-"""Largest difference in log-probability between the last stream's reading and the output, in float32."""
+MAX_ERROR = 1e-3  # largest difference in log-probability between the last stream's reading and the output, in float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lens:
     """Predictions from each residual stream; row n is the input of block n, row L the input of the final norm."""
 
-    positions: np.ndarray
-    """int64 [pos], the positions that were read."""
-    tokens: list[str]
-    """[pos], the prompt's tokens there."""
-    top_ids: np.ndarray
-    """int32 [layer + 1, pos, top], likeliest first."""
+    positions: np.ndarray  # int64 [pos], the positions that were read
+    tokens: list[str]  # [pos], the prompt's tokens there
+    top_ids: np.ndarray  # int32 [layer + 1, pos, top], likeliest first
     top_tokens: list[list[list[str]]]
-    top_probability: np.ndarray
-    """float32 [layer + 1, pos, top]."""
-    probability: np.ndarray
-    """Of the token that follows, float32 [layer + 1, pos]; NaN at the last position, as in `rank`."""
-    rank: np.ndarray
-    """Tokens ahead of the one that follows [layer + 1, pos], 0 where it leads."""
-    entropy: np.ndarray
-    """Of the reading, nats [layer + 1, pos]."""
-    kl: np.ndarray
-    """KL(output || reading), nats [layer + 1, pos]; 0 in the last row."""
+    top_probability: np.ndarray  # float32 [layer + 1, pos, top]
+    probability: (
+        np.ndarray
+    )  # of the token that follows, float32 [layer + 1, pos]; NaN at the last position, as in `rank`
+    rank: np.ndarray  # tokens ahead of the one that follows [layer + 1, pos], 0 where it leads
+    entropy: np.ndarray  # of the reading, nats [layer + 1, pos]
+    kl: np.ndarray  # KL(output || reading), nats [layer + 1, pos]; 0 in the last row
 
 
 @torch.no_grad()
@@ -74,11 +70,18 @@ def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, position
     top_ids = np.zeros((n_rows, n_pos, top), np.int32)
     top_probability = np.zeros((n_rows, n_pos, top), np.float32)
     for chunk, output in outputs:
-        probabilities = output.exp()
+        probabilities, unknown = output.exp(), following[chunk] == NONE
         for layer in range(n_rows):
             log_p = read(layer, chunk)
-            for name, values in _reading(log_p, output, probabilities, following[chunk]).items():
-                numbers[name][layer, chunk] = values
+            true = log_p.gather(-1, following[chunk].clamp(min=0)[:, None])
+            readings = {
+                "probability": true[:, 0].exp().masked_fill(unknown, torch.nan),
+                "rank": (log_p > true).sum(-1).float().masked_fill(unknown, torch.nan),
+                "entropy": -torch.linalg.vecdot(log_p.exp(), log_p),
+                "kl": torch.linalg.vecdot(probabilities, output - log_p).clamp(min=0),
+            }
+            for name, values in readings.items():
+                numbers[name][layer, chunk] = array(values)
             best = log_p.topk(top)
             top_ids[layer, chunk], top_probability[layer, chunk] = best.indices.cpu(), array(best.values.exp())
         off = max(off, float((log_p - output).abs().max()))
@@ -86,7 +89,8 @@ def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, position
         raise WorkbenchError(
             f"the last stream's reading misses the output by {off:.1e} nats: a hook changed one of them"
         )
-    named = _named(prompt, top_ids)
+    known: Sequence[int] = np.unique(top_ids).tolist()
+    named = dict(zip(known, prompt.strings(known), strict=True))
     return Lens(
         positions=np.arange(where.start, where.stop), tokens=prompt.strings(ids[0, where.start : where.stop].tolist()),
         top_ids=top_ids, top_tokens=[[[named[i] for i in cell] for cell in row] for row in top_ids.tolist()],
@@ -130,19 +134,45 @@ def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
     return [(slice(0, len(where)), output)], lambda layer, chunk: read(cache[names[layer]])[chunk]
 
 
-def _reading(log_p: Tensor, output: Tensor, probabilities: Tensor, targets: Tensor) -> dict[str, np.ndarray]:
-    """Numbers of log-probabilities [pos, d_vocab] beside the output's, which are given as probabilities too."""
-    mine = log_p.gather(-1, targets.clamp(min=0)[:, None])
-    rank = (log_p > mine).sum(-1).float()
-    none = targets == NONE
-    return {
-        "probability": array(mine[:, 0].exp().masked_fill(none, torch.nan)),
-        "rank": array(rank.masked_fill(none, torch.nan)),
-        "entropy": array(-torch.linalg.vecdot(log_p.exp(), log_p)),
-        "kl": array(torch.linalg.vecdot(probabilities, output - log_p).clamp(min=0)),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Next-token probabilities after one position, and the loss per token."""
+
+    position: int
+    tokens: list[str]
+    top: pd.DataFrame  # likeliest next tokens: rank (from 0), id, token, probability
+    probability: np.ndarray  # of every token to come next, float32 [d_vocab]
+    loss: np.ndarray  # -ln probability of each token given those before it, nats [T]; NaN at position 0
 
 
-def _named(prompt: Prompt, ids: np.ndarray) -> dict[int, str]:
-    known: Sequence[int] = np.unique(ids).tolist()
-    return dict(zip(known, prompt.strings(known), strict=True))
+@torch.no_grad()
+def next_tokens(model: HookedModel, prompt: PromptLike, position: int = -1, top: int = 10) -> Predictions:
+    """Next-token probabilities at a position, and the loss of every token.
+
+    Costs one run and the head once more; logits are held for a few positions at a time, of an observed model for all.
+    Raises `BadData` for a position outside the prompt.
+    """
+    prompt = single_prompt(model, prompt)
+    ids, T = prompt.ids, prompt.ids.shape[1]
+    at = one_position(T, position)
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise BadData(f"top={top!r}: how many of the likeliest tokens, at least 1")
+    loss = np.full(T, np.nan, dtype=np.float32)
+    probabilities = ids.new_zeros(0, dtype=torch.float32)
+    outputs: Iterable[tuple[slice, Tensor]]
+    if isinstance(model, Transformer):
+        normed: list[Tensor] = []
+        by_layer(model, ids, {"head": ["unembed.hook_in"]}, lambda _, tensors: normed.extend(tensors.values()))
+        outputs = log_probabilities(model, normed[0][0], normed=True)
+    else:
+        outputs = [(slice(0, T), float32_or_better(model.everywhere(ids)[0]).log_softmax(-1))]
+    for where, log_p in outputs:
+        if where.start <= at < where.stop:
+            probabilities = log_p[at - where.start].exp()
+        targets = ids[0, where.start + 1 : where.stop + 1, None]
+        mine = log_p[: len(targets)].gather(-1, targets)
+        loss[where.start + 1 : where.start + 1 + len(targets)] = array(-mine[:, 0])
+    values, indices = probabilities.topk(min(top, model.config.d_vocab))
+    frame = pd.DataFrame({"rank": range(top), "id": indices.tolist(), "probability": values.tolist()})
+    frame.insert(2, "token", prompt.strings(indices.tolist()))
+    return Predictions(position=at, tokens=prompt.tokens, top=frame, probability=array(probabilities), loss=loss)

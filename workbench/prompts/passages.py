@@ -18,16 +18,12 @@ from torch import Tensor
 from workbench.data.tasks import SYMBOLS
 from workbench.errors import BadData
 from workbench.models.hooked import HookedModel
-from workbench.prompts.attention_maps import attention_inputs
-from workbench.prompts.softmaxes import LayerArrays, weights_by_keys
-from workbench.prompts.tokens import tokenise
+from workbench.prompts.attention_maps import attention_inputs, weights_by_keys
+from workbench.prompts.prompt import tokenise
 
-MOST = 200
-"""Characters of an excerpt: a prompt that an address can hold."""
-AFTER = 4
-"""Tokens of an excerpt behind the query."""
-TRIES = 8
-"""Places to begin an excerpt at, where the key is too far away to be in it."""
+MOST = 200  # characters of an excerpt: a prompt that an address can hold
+AFTER = 4  # tokens of an excerpt behind the query
+TRIES = 8  # places to begin an excerpt at, where the key is too far away to be in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +31,9 @@ class Excerpt:
     """A piece of a document as a prompt."""
 
     text: str
-    query: int | None
-    """Position of the query where a model reads the text; None where it would read other tokens than the document's."""
+    query: (
+        int | None
+    )  # position of the query where a model reads the text; None where it would read other tokens than the document's
 
 
 @torch.no_grad()
@@ -53,27 +50,21 @@ def sharpest_pairs(
     documents, T = ids.shape
     if T < 3:
         raise BadData(f"documents of {T} tokens: give at least 3, so that there is a pair beside the first position")
-    rows = []
+    others, rows = torch.ones(T, T, dtype=torch.bool).tril(-1), []
+    others[:, 0] = False
     for document in range(documents):
         with model.lock:
             inputs = attention_inputs(model, ids[document : document + 1])
         for layer, softmaxes in enumerate(inputs.layers):
             for head in range(softmaxes[0].heads):
-                rows.append((layer, head, document, *_largest(softmaxes, head, T)))
+                weights = torch.zeros(T, T)
+                for _, _, part in weights_by_keys(softmaxes, head, range(T), range(T)):
+                    weights += part
+                query, key = divmod(int(weights.where(others, -torch.inf).argmax()), T)
+                rows.append((layer, head, document, query, key, float(weights[query, key])))
         if progress is not None:
             progress(document + 1, documents)
     return pd.DataFrame(rows, columns=["layer", "head", "document", "query", "key", "weight"])
-
-
-def _largest(softmaxes: Sequence[LayerArrays], head: int, T: int) -> tuple[int, int, float]:
-    """Query, key and weight of a head's sharpest pair."""
-    weights = torch.zeros(T, T)
-    for _, _, part in weights_by_keys(softmaxes, head, range(T), range(T)):
-        weights += part
-    others = torch.ones(T, T, dtype=torch.bool).tril(-1)
-    others[:, 0] = False
-    query, key = divmod(int(weights.where(others, -torch.inf).argmax()), T)
-    return query, key, float(weights[query, key])
 
 
 def excerpt(model: HookedModel, ids: Sequence[int], query: int, key: int, *, letters: int = 0) -> Excerpt:

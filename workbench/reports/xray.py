@@ -319,7 +319,7 @@ def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
     """Estimate the cost: passes, and for a loaded model their time, from one pass over one document."""
     import torch
 
-    from workbench.interventions.values import TABLE_TOKENS
+    from workbench.interventions.ablation import TABLE_TOKENS
 
     n = n if data is None else len(data.ids)
     depth = (subject.model if isinstance(subject, Run) else subject.config).n_layers
@@ -366,8 +366,7 @@ def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     """Return the data to measure on, with training documents for the table of token means."""
     import torch
 
-    from workbench.data.corpus import from_files
-    from workbench.data.embedded import embedded
+    from workbench.data.corpus import embedded, from_files
     from workbench.data.sources import Sample, TextData, TokenData, open_tokens
 
     if data is None and isinstance(subject, Run):

@@ -19,8 +19,7 @@ def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
     """
     from filelock import FileLock
 
-    from workbench.data.opening import open_data
-    from workbench.data.sources import prepare
+    from workbench.data.sources import open_data, prepare
 
     root = runs / CORPORA
     root.mkdir(parents=True, exist_ok=True)

@@ -200,7 +200,7 @@ class Run:
     @property
     def data(self) -> Any:
         """The training data; raises `BadCheckpoint` if its corpus is neither the embedded one nor in the folder of runs."""
-        from workbench.data.opening import open_data
+        from workbench.data.sources import open_data
 
         corpora = self.path.parent / CORPORA
         name = str(self.info["data"].get("hash"))

@@ -102,8 +102,8 @@ def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
 def prepare_data(run: StudyRun) -> dict[str, Any]:
     """Return the description of a run's data, with its vocabulary `d_vocab`; texts are tokenised and stored beside the runs."""
     from workbench.checkpoints.hub import offline
+    from workbench.data.corpus import is_dataset
     from workbench.data.sources import BackcopyData, RepeatedData, prepare
-    from workbench.data.texts import is_dataset
 
     written = dict(run.cell.settings["data"])
     kind = written.pop("kind", "text")
@@ -132,7 +132,7 @@ def work(run: StudyRun) -> str:
     """Train one run (or resume it), measure the metrics of the study, and return its name."""
     import torch
 
-    from workbench.data.opening import open_data
+    from workbench.data.sources import open_data
     from workbench.measurement.measuring import measure, refuse_short
     from workbench.training.loop import train
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
-from workbench.data.texts import is_dataset
+from workbench.data.corpus import is_dataset
 from workbench.errors import BadData, UnknownName
 from workbench.files import read_text
 from workbench.places import studies

@@ -1,8 +1,9 @@
 """Training loop: one recipe for every architecture, with paired seeds and bitwise resume.
 
-Recipe of Zhou et al. (2024): AdamW, decay on matrices and the embedding only, clipping, linear warm-up from 1e-7, cosine to
-a tenth of the peak. Weights depend only on (seed, tensor name) and batches on (seed, step), so models of one seed differ
-only in their architecture. `accelerate` supplies devices, precision and several processes.
+Recipe of Zhou et al. (2024), Value Residual Learning: AdamW (0.9, 0.95), decay on matrices and the embedding only, clipping, linear
+warm-up from 1e-7, cosine to a tenth of the peak. Factors on the rate of some parameters are controls, not part of it. Weights depend
+only on (seed, tensor name) and batches on (seed, step), so models of one seed differ only in their architecture. `accelerate`
+supplies devices, precision and several processes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +34,119 @@ from workbench.checkpoints.saving import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import Data
 from workbench.environment import WORLD_SIZE, variable
-from workbench.errors import BadCheckpoint, NotSent, WorkbenchError, warn_caller
+from workbench.errors import BadCheckpoint, NotSent, UnknownName, WorkbenchError, warn_caller
 from workbench.files import open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
+from workbench.runs.records import records, write_parquet
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
-from workbench.runs.trackers import installed_trackers, open_trackers
+from workbench.runs.trackers import Tracker, installed_trackers, open_trackers, send_rows
 from workbench.storage.locations import locate
 from workbench.storage.mirror import folder, push, reading
-from workbench.training.recipe import checkpoint_steps, learning_rate, optimiser, rate_factors
-from workbench.training.telemetry import Telemetry
 
-OnStep = Callable[[int, float, float], None]
-"""Called with (step, loss in nats, tokens per second)."""
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the learning rate of a step: linear from 1e-7 to the peak in `warmup` steps, then a cosine to `lr_final` of it."""
+    floor = config.lr * config.lr_final
+    if step < config.warmup:
+        return 1e-7 + (config.lr - 1e-7) * step / config.warmup
+    if step >= config.steps:
+        return floor
+    done = (step - config.warmup) / max(config.steps - config.warmup, 1)
+    return floor + (config.lr - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def checkpoint_steps(steps: int, per_doubling: int) -> list[int]:
+    """Return step 0, the last step, and a grid between them that is even in the logarithm from step 8 on."""
+    grid = {round(8 * 2 ** (i / per_doubling)) for i in range(64 * per_doubling) if 8 * 2 ** (i / per_doubling) < steps}
+    return sorted({0, steps} | grid)
+
+
+def rate_factors(names: Iterable[str], config: TrainConfig) -> dict[str, float]:
+    """Return the factor on the learning rate of every parameter; 1 if no pattern of `lr_factors` matches.
+
+    Raises `UnknownName` for a pattern without a match, `WorkbenchError` if two patterns match one parameter.
+    """
+    known = list(names)
+    pattern_of: dict[str, str] = {}
+    for pattern in config.lr_factors:
+        fitting = [name for name in known if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UnknownName("pattern of parameters in lr_factors", pattern, known)
+        if twice := next((name for name in fitting if name in pattern_of), None):
+            raise WorkbenchError(f"lr_factors: {pattern_of[twice]!r} and {pattern!r} both fit {twice}; keep one")
+        pattern_of |= dict.fromkeys(fitting, pattern)
+    return {name: float(config.lr_factors[pattern_of[name]]) if name in pattern_of else 1.0 for name in known}
+
+
+def optimiser(model: Any, config: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW with decay on the parameters that `model.decays`: matrices, the embedding, and coefficients by option.
+
+    Every pair of decay and factor on the learning rate is one group. The group stores the factor, and AdamW's decay, which
+    is multiplied with the learning rate, grows with it.
+    """
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups: dict[tuple[bool, float], list[torch.Tensor]] = {}
+    for name, factor in rate_factors(named, config).items():
+        groups.setdefault((bool(model.decays(name)), factor), []).append(named[name])
+    settings = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor, "lr": config.lr * factor}
+        for (decays, factor), parameters in groups.items()
+    ]  # fmt: skip
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(settings, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+class Telemetry:
+    """Buffer of rows for `telemetry/<first>-<last>.parquet`; tensors are fetched only when a file is written.
+
+    Every written file is also sent to the `trackers`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.trackers, self.begin = run, list[Tracker](), 0
+        self.rows: list[dict[str, Any]] = []
+        self.pending: list[tuple[dict[str, Any], Tensor]] = []
+        self.common = {"run": run.name, "architecture": run.architecture, "seed": run.seed}
+
+    def add(self, step: int, metric: str, value: float | Tensor, **axes: Any) -> None:
+        """Add one number of a step; a tensor stays on its device until the next flush."""
+        row = self.common | {"step": step, "metric": metric, **axes}
+        if isinstance(value, Tensor):
+            self.pending.append((row, value.detach()))
+        else:
+            self.rows.append(row | {"value": value})
+
+    def flush(self, end: int) -> None:
+        """Write the rows of all steps before `end` as one file."""
+        if self.pending:
+            values = torch.stack([value.float() for _, value in self.pending]).tolist()
+            self.rows += [row | {"value": value} for (row, _), value in zip(self.pending, values, strict=True)]
+        if self.rows:
+            frame = records(self.rows)
+            write_parquet(frame, self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
+            send_rows(self.trackers, frame)
+        self.rows, self.pending, self.begin = [], [], end
+
+    def merge(self) -> None:
+        """Merge all files into one at the end of the training, which readers of many runs open much faster."""
+        parts = [path for _, path in self.run.telemetry_parts()]
+        if len(parts) > 1:
+            first, end = parts[0].stem.split("-")[0], parts[-1].stem.split("-")[1]
+            write_parquet(self.run.telemetry(), parts[0].with_name(f"{first}-{end}.parquet"))
+            for path in parts:
+                path.unlink()
+
+    def rewind(self, step: int) -> None:
+        """Remove files that a resumed run writes again."""
+        for first, part in self.run.telemetry_parts():
+            if first >= step:
+                part.unlink()
+        self.begin = step
+
+
+OnStep = Callable[[int, float, float], None]  # called with (step, loss in nats, tokens per second)
 
 
 def create(
@@ -109,7 +210,15 @@ def train(
     Raises:
         WorkbenchError: The run is in use or has other settings.
     """
-    _refuse(data, model, train, seed, checkpoints or ())
+    if data.d_vocab > model.d_vocab:
+        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
+    if model.n_ctx < train.T:
+        raise WorkbenchError(f"T={train.T} exceeds the model's context n_ctx={model.n_ctx}")
+    if wrong := [step for step in checkpoints or () if not 0 <= step <= train.steps]:
+        raise WorkbenchError(f"checkpoints={wrong}: must lie within the steps 0..{train.steps}")
+    data.batch(0, 1, train.T, seed)  # data that cannot be trained on raise before a run folder exists
+    for domain in data.domains:
+        data.sample(train.validation_sequences, train.T, domain=domain)
     logs = installed_trackers(log)
     accelerator, runs = _accelerator(device, train), folder(runs)
     first = accelerator.is_main_process
@@ -140,19 +249,6 @@ def train(
         if lock is not None:
             lock.release()
     return run
-
-
-def _refuse(data: Data, model: ModelConfig, config: TrainConfig, seed: int, checkpoints: Sequence[int]) -> None:
-    """Raise for settings that cannot be trained, before a run folder exists."""
-    if data.d_vocab > model.d_vocab:
-        raise WorkbenchError(f"d_vocab={model.d_vocab} is smaller than the data's vocabulary of {data.d_vocab}")
-    if model.n_ctx < config.T:
-        raise WorkbenchError(f"T={config.T} exceeds the model's context n_ctx={model.n_ctx}")
-    if wrong := [step for step in checkpoints if not 0 <= step <= config.steps]:
-        raise WorkbenchError(f"checkpoints={wrong}: must lie within the steps 0..{config.steps}")
-    data.batch(0, 1, config.T, seed)
-    for domain in data.domains:
-        data.sample(config.validation_sequences, config.T, domain=domain)
 
 
 def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
@@ -194,7 +290,12 @@ class _Loop:
             while self.step < steps and not stop:
                 loss = self._update()
                 self.step += 1
-                stop = self._agreed_to_stop()  # once per step: a later Ctrl-C ends the next step
+                stop = self.stop  # once per step: a later Ctrl-C ends the next step
+                if (
+                    self.accelerator.num_processes > 1
+                ):  # if any process was asked: the others would wait for its gradients
+                    asked = torch.tensor(float(stop), device=self.accelerator.device)
+                    stop = bool(self.accelerator.reduce(asked, "sum") > 0)
                 due = self.step % self.config.save_every == 0 or self.step == steps or stop
                 if due or self.step in self.grid or time.perf_counter() - clock > 2.0:
                     rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
@@ -218,14 +319,6 @@ class _Loop:
         loss = per_token.mean()
         self.optimiser.zero_grad(set_to_none=True)
         self.accelerator.backward(loss)
-        total = self._measure_step(loss, per_token, tokens)
-        if config.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
-        self.optimiser.step()
-        return loss.detach()
-
-    def _measure_step(self, loss: Tensor, per_token: Tensor, tokens: Tensor) -> Tensor:
-        """Add the step's numbers to the telemetry; returns the total gradient norm, which clipping needs."""
         gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
         readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
@@ -233,13 +326,20 @@ class _Loop:
             readings = {k: self.accelerator.reduce(v.detach(), "mean") for k, v in readings.items()}
         if self.main:
             for metric, value in readings.items():
-                self.telemetry.add(self.step, metric, value, unit="nats")
-            if self.step % self.config.log_every == 0:
-                self.telemetry.add(self.step, "learning_rate", learning_rate(self.step, self.config))
-                self.telemetry.add(self.step, "gradient_norm", total, part="all", unit="loss per weight")
+                self.telemetry.add(step, metric, value, unit="nats")
+            if step % config.log_every == 0:
+                self.telemetry.add(step, "learning_rate", learning_rate(step, config))
+                self.telemetry.add(step, "gradient_norm", total, part="all", unit="loss per weight")
                 self._note_gradients(gradients)
-                self._note_coefficients()
-        return total
+                for shortcut in self.bare.shortcuts:
+                    for part, values in shortcut.coefficients().items():
+                        for layer, value in enumerate(values):
+                            if not math.isnan(value):
+                                self.telemetry.add(step, "coefficient", value, part=part, layer=layer, unit="weight")
+        if config.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
+        self.optimiser.step()
+        return loss.detach()
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
@@ -249,14 +349,6 @@ class _Loop:
         for row in measure.function(gradients, {}):
             self.telemetry.add(self.step, "gradient_norm", row.value, part=row.part, layer=row.layer, **axes)
 
-    @torch.no_grad()
-    def _note_coefficients(self) -> None:
-        for shortcut in self.bare.shortcuts:
-            for part, values in shortcut.coefficients().items():
-                for layer, value in enumerate(values):
-                    if not math.isnan(value):
-                        self.telemetry.add(self.step, "coefficient", value, part=part, layer=layer, unit="weight")
-
     def _validate(self) -> None:
         """Add the validation loss of every domain, and the gradient of the mean largest logit on a few sequences."""
         self.bare.eval()
@@ -264,21 +356,18 @@ class _Loop:
             batches = (ids.to(self.accelerator.device) for ids in sample.ids.split(self.config.batch))
             with torch.no_grad(), self.accelerator.autocast():
                 losses = torch.cat([self.bare(ids, return_type="loss", loss_per_token=True) for ids in batches])
-            self._note_validation(losses, sample.ids.to(losses.device), domain)
+            documents = losses.mean(1)
+            se = float(documents.std() / len(documents) ** 0.5) if len(documents) > 1 else None
+            axes = {"data": domain, "T": self.config.T, "n": len(documents), "unit": "nats"}
+            self.telemetry.add(self.step, "validation_loss", documents.mean(), se=se, **axes)
+            for metric, value in self.data.readings(losses, sample.ids.to(losses.device)).items():
+                self.telemetry.add(self.step, metric, value, variant="validation", **axes)
         ids = sample.ids[:4].to(self.accelerator.device)
         names, weights = zip(*self.bare.named_parameters(), strict=True)
         with torch.enable_grad():
             gradients = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), weights)
         self._note_gradients(dict(zip(names, gradients, strict=True)), "output")
         self.bare.train()
-
-    def _note_validation(self, per_token: Tensor, tokens: Tensor, domain: str) -> None:
-        per_document, T = per_token.mean(1), self.config.T
-        se = float(per_document.std() / len(per_document) ** 0.5) if len(per_document) > 1 else None
-        axes = {"data": domain, "T": T, "n": len(per_document), "unit": "nats"}
-        self.telemetry.add(self.step, "validation_loss", per_document.mean(), se=se, **axes)
-        for metric, value in self.data.readings(per_token, tokens).items():
-            self.telemetry.add(self.step, metric, value, variant="validation", **axes)
 
     def _note(self, loss: float, rate: float, due: bool) -> None:
         size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
@@ -298,25 +387,26 @@ class _Loop:
     def _keep_checkpoint(self) -> None:
         if self.main and self.step in self.grid and self.step not in self.run.steps:
             save(self.bare, self.run.step_folder(self.step), seed=self.run.seed, step=self.step, run=self.run.name)
-            self._send()
-
-    def _send(self) -> None:
-        """Upload the run if its folder mirrors a URL; warns once if that fails, and is tried again later."""
-        try:
-            push(self.run.path)
-            self.sent = True
-        except WorkbenchError as error:
-            if self.sent:
-                warn_caller(f"training continues without the upload: {error}", NotSent)
-            self.sent = False
+            try:
+                push(self.run.path)  # if it mirrors a URL; tried again later if this fails
+                self.sent = True
+            except WorkbenchError as error:
+                if self.sent:
+                    warn_caller(f"training continues without the upload: {error}", NotSent)
+                self.sent = False
 
     # ---- stopping and resuming ---------------------------------------------------------------------------------------
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
         """Let the first Ctrl-C end the current step; only the main thread can set a handler."""
+
+        def ask(*_: Any) -> None:
+            self.stop = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
         try:
-            before = signal.signal(signal.SIGINT, self._ask_to_stop)
+            before = signal.signal(signal.SIGINT, ask)
         except ValueError:
             yield
             return
@@ -324,17 +414,6 @@ class _Loop:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _ask_to_stop(self, *_: Any) -> None:
-        self.stop = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _agreed_to_stop(self) -> bool:
-        """Return whether any process was asked to stop, since the others would wait for its gradients."""
-        if self.accelerator.num_processes == 1:
-            return self.stop
-        asked = torch.tensor(float(self.stop), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     def _save_resume(self) -> None:
         """Write weights, moments and random states to one safetensors file, atomically."""
@@ -353,7 +432,21 @@ class _Loop:
         path = self.run.path / "resume" / "state.safetensors"
         if path.exists():
             try:
-                self._read_state(path)
+                with open_regular(path), safe_open(path, framework="pt") as file:
+                    metadata = file.metadata()
+                step, tensors = int(metadata["step"]), load_file(path)
+                if "sum" in metadata and metadata["sum"] != _checksum(tensors):
+                    raise ValueError("its checksum is wrong")
+                with torch.no_grad():
+                    for name, parameter in self.bare.named_parameters():
+                        parameter.copy_(tensors[f"model.{name}"])
+                        keys = ("step", "exp_avg", "exp_avg_sq")
+                        moments = {k: tensors[f"{k}.{name}"].to(parameter.device) for k in keys}
+                        self.optimiser.state[parameter] = moments
+                torch.set_rng_state(tensors["rng.cpu"])
+                if torch.cuda.is_available() and "rng.cuda" in tensors:
+                    torch.cuda.set_rng_state(tensors["rng.cuda"])
+                self.step = step
             except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise BadCheckpoint(f"{path} is damaged ({error}); remove it to start this run again") from error
         if self.main:
@@ -361,22 +454,6 @@ class _Loop:
                 if leftover.parent.name != "records":
                     leftover.unlink()
             self.telemetry.rewind(self.step)
-
-    def _read_state(self, path: Path) -> None:
-        with open_regular(path), safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        step, tensors = int(metadata["step"]), load_file(path)
-        if "sum" in metadata and metadata["sum"] != _checksum(tensors):
-            raise ValueError("its checksum is wrong")
-        with torch.no_grad():
-            for name, parameter in self.bare.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self.optimiser.state[parameter] = {k: tensors[f"{k}.{name}"].to(parameter.device) for k in keys}
-        torch.set_rng_state(tensors["rng.cpu"])
-        if torch.cuda.is_available() and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"])
-        self.step = step
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workbench.config import ModelConfig, TrainConfig
 from workbench.models import compose
 from workbench.models.live_bytes import LiveBytes, memory_table
-from workbench.models.transformer import Transformer
-from workbench.training.recipe import rate_factors
+from workbench.training.loop import rate_factors
 
 OUTPUT_SEQUENCES = 4  # sequences on which validation differentiates the output
 LIBRARIES = psutil.Process().memory_info().rss  # at import
@@ -34,7 +33,22 @@ def training_memory(architecture: str, model: ModelConfig, train: TrainConfig, *
         rate_factors((name for name, _ in built.named_parameters()), train)
         weights = sum(p.numel() * p.element_size() for p in built.parameters())
         with LiveBytes(built.parameters()) as live:
-            passing = max(_step(built, train, live), _output_gradient(built, train, live))
+            held = live.now
+            ids = torch.zeros(train.batch, train.T, dtype=torch.long)
+            with torch.autocast("cpu", torch.bfloat16, enabled=train.bf16):
+                loss = built(ids, return_type="loss", loss_per_token=True).mean()
+            forward = live.peak
+            live.peak = live.now
+            loss.backward()
+            # forward, with the gradients of the previous step: the weights count as their size
+            step = max(forward, live.peak - held)
+            built.zero_grad(set_to_none=True)
+            del ids, loss
+            live.peak = live.now
+            # validation differentiates the output beside the gradients of the last step
+            few = torch.zeros(min(OUTPUT_SEQUENCES, train.validation_sequences), train.T, dtype=torch.long)
+            torch.autograd.grad(built(few).max(-1).values.mean(), list(built.parameters()))
+            passing = max(step, live.peak)
     parts = [
         ("weights", weights, f"{sum(p.numel() for p in built.parameters()):,} parameters of 4 bytes"),
         ("optimiser", 2 * weights, "two moments of AdamW"),
@@ -42,25 +56,3 @@ def training_memory(architecture: str, model: ModelConfig, train: TrainConfig, *
         ("activations", passing - weights, f"at the worst moment of {train.batch} x {train.T} tokens"),
     ]
     return memory_table(parts, LIBRARIES)
-
-
-def _step(model: Transformer, train: TrainConfig, live: LiveBytes) -> int:
-    """Return the peak bytes of a step besides weights and moments; old gradients live until the backward pass."""
-    weights = live.now
-    ids = torch.zeros(train.batch, train.T, dtype=torch.long)
-    with torch.autocast("cpu", torch.bfloat16, enabled=train.bf16):
-        loss = model(ids, return_type="loss", loss_per_token=True).mean()
-    forward = live.peak
-    live.peak = live.now
-    loss.backward()
-    peak = max(forward, live.peak - weights)  # forward and gradients: the weights count as the gradients' size
-    model.zero_grad(set_to_none=True)
-    return peak
-
-
-def _output_gradient(model: Transformer, train: TrainConfig, live: LiveBytes) -> int:
-    """Return the peak bytes of validation, which differentiates the output beside the gradients of the last step."""
-    live.peak = live.now
-    ids = torch.zeros(min(OUTPUT_SEQUENCES, train.validation_sequences), train.T, dtype=torch.long)
-    torch.autograd.grad(model(ids).max(-1).values.mean(), list(model.parameters()))
-    return live.peak

@@ -86,7 +86,7 @@ def edit_text(kind: str, layers: Sequence[int], heads: Sequence[int], value: flo
 def takes_from_second(text: str) -> bool:
     """Return True if an edit reads a second prompt; False for invalid text."""
     try:
-        return any(edit.reads_other for edit in parsed(text))
+        return any("other" in edit.reads for edit in parsed(text))
     except WorkbenchError:
         return False
 
@@ -100,7 +100,7 @@ def _second(link: Link) -> str:
 
 def _inputs(link: Link, text: str) -> dict[str, Any]:
     """Further inputs of the edits: the second prompt, and the site whose means per token they use."""
-    means = next((edit.reads_means for edit in parsed(text) if edit.reads_means), None)
+    means = next((edit.target for edit in parsed(text) if "means" in edit.reads), None)
     return {"other": _second(link) if takes_from_second(text) else None, "means": means}
 
 

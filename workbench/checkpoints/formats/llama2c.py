@@ -20,7 +20,7 @@ import torch
 
 from workbench.checkpoints.format import Format
 from workbench.checkpoints.stored import Stored, first_bytes
-from workbench.data.foreign_tokenizer import ForeignTokenizer
+from workbench.data.tokenizer import ForeignTokenizer
 from workbench.errors import BadCheckpoint
 from workbench.files import read_bytes
 

@@ -1,4 +1,4 @@
-"""Base class of edits: options, editable layers and heads, activations it needs, and hooks.
+"""Base class of edits, their inputs, and their options as text: `layer=3`, `layer=2..5`, `layer=0/2/7..9`.
 
 A kind of edit is one class. Its docstring describes it, `presets` name common forms, `refuse` and `check` reject invalid
 options, `points` lists hook points, and `apply` makes the hooks.
@@ -7,6 +7,7 @@ options, `points` lists hook points, and `apply` makes the hooks.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,12 +16,81 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, WorkbenchError
-from workbench.interventions.ablation import branches
-from workbench.interventions.edits.text import Numbers, option_text, parsed_option
-from workbench.interventions.values import TokenMeans
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions.ablation import TokenMeans, branches
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS, stream_hook
+
+Numbers = tuple[int, ...]
+_RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
+LARGEST = 1e30  # whose product with an activation float32 still holds
+MAX_RANGE = 100_000  # longer than any context, short enough for the memory
+
+
+def split_options(text: str) -> tuple[str, dict[str, str]]:
+    """The kind and the options of `kind:key=value,key=value`; raises `WorkbenchError` for anything else."""
+    kind, _, rest = text.strip().partition(":")
+    options: dict[str, str] = {}
+    for part in filter(None, (p.strip() for p in rest.split(","))):
+        key, equals, value = (x.strip() for x in part.partition("="))
+        if not equals:
+            raise WorkbenchError(f"{part!r} in {text!r} is no option; write key=value, as layer=3")
+        if key in options:
+            raise WorkbenchError(f"{text!r} gives {key} twice")
+        options[key] = value
+    return kind.strip(), options
+
+
+def parsed_option(kind: str, option: dataclasses.Field[Any], value: Any) -> Any:
+    """A value of the option's type, made from text where it is one; raises `UnknownName`, `BadData` or `WorkbenchError`."""
+    where = f"{option.name} of {kind}"
+    if "choices" in option.metadata:
+        if value not in option.metadata["choices"]:
+            raise UnknownName(where, value, filter(None, option.metadata["choices"]))
+        return value
+    if option.type == "Numbers":  # one, several, or a text of them
+        if isinstance(value, str):
+            numbers: list[int] = []
+            for part in filter(None, value.split("/")):
+                match = _RANGE.fullmatch(part)
+                if match is None:
+                    raise BadData(f"{where}={value!r}: write numbers as 3, 2..5 or 0/2/7")
+                start, end = int(match[1]), int(match[2] or match[1])
+                if not start <= end < start + MAX_RANGE:
+                    raise BadData(f"{where}={value!r}: a range rises and has fewer than {MAX_RANGE} numbers, as 2..5")
+                numbers += range(start, end + 1)
+            value = numbers
+        items = list(value) if isinstance(value, Sequence | range | set) else [value]
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in items):
+            raise BadData(f"{where}={value!r}: must be whole numbers, as 3, 2..5 or 0/2/7")
+        return tuple(items) if "position" in where else tuple(sorted(set(items)))  # positions stay in their order
+    if option.type == "str":
+        if not isinstance(value, str) or set(value) & set(",;=:"):
+            raise WorkbenchError(f"{where}={value!r}: must be a name")
+        return value
+    kinds, example = ((int, float), "0.5") if option.type == "float" else ((int,), "3")
+    if isinstance(value, str):
+        try:
+            value = kinds[-1](value)
+        except ValueError:
+            raise WorkbenchError(f"{where}={value!r}: must be a number, as {example}") from None
+    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) <= LARGEST:
+        raise WorkbenchError(f"{where}={value!r}: must be a finite number of at most {LARGEST:g}, as {example}")
+    return kinds[-1](value)
+
+
+def option_text(value: Any) -> str:
+    """The text of an option's value, neighbouring numbers as ranges."""
+    if not isinstance(value, tuple):
+        return repr(value) if isinstance(value, float) else str(value)
+    runs: list[list[int]] = []
+    for n in value:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return "/".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
 
 Hook = tuple[str, Callable[..., Any]]
 KEY_VALUE = "key-value head"
@@ -68,8 +138,7 @@ class Edit:
     """
 
     kind: ClassVar[str]
-    presets: ClassVar[Mapping[str, str]] = {}
-    """Common forms, as texts without their kind, in words."""
+    presets: ClassVar[Mapping[str, str]] = {}  # common forms, as texts without their kind, in words
     layer: Numbers = ()
 
     def __post_init__(self) -> None:
@@ -103,7 +172,7 @@ class Edit:
     @property
     def target(self) -> str:
         """The site it changes: an activation's name, `stream`, or `arriving` (values from other layers or a table)."""
-        return ""
+        return getattr(self, "site", "")
 
     @property
     def heads(self) -> str:
@@ -111,24 +180,9 @@ class Edit:
         return HEADS.get(self.target, "") if hasattr(self, "head") else ""
 
     @property
-    def reads_other(self) -> bool:
-        """Return whether the edit needs a second prompt."""
-        return False
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Return whether the edit depends on the prompt, so it is valid for runs on that prompt only."""
-        return self.reads_other
-
-    @property
-    def reads_means(self) -> str:
-        """The site whose table of means per token it reads; empty where it reads none."""
-        return ""
-
-    @property
-    def outermost(self) -> bool:
-        """Return whether the edit wraps the others."""
-        return False
+    def reads(self) -> set[str]:
+        """What it needs: the `prompt` (then it holds for runs on it alone), the `other` prompt, `means` per token of its target."""
+        return set()
 
     def points(self, model: HookedModel, layer: int) -> list[str]:
         """Hook points it changes at a layer."""
@@ -174,23 +228,20 @@ class Edit:
         count = self.n_heads(model)
         if beyond := [h for h in getattr(self, "head", ()) if h >= count]:
             raise WorkbenchError(f"{self}: {self.heads} {beyond[0]} is beyond 0..{count - 1}; nearest {count - 1}")
-        if self.reads_prompt and inputs.tokens is None:
+        if "prompt" in self.reads and inputs.tokens is None:
             raise BadData(f"{self} reads the prompt: give it as tokens=...")
-        if self.reads_other:
-            self._check_other(inputs)
+        if "other" in self.reads:
+            assert inputs.tokens is not None
+            if inputs.other is None:
+                raise BadData(f"{self} reads a second prompt: give it as other=...")
+            (rows, length), (others, other) = inputs.tokens.shape, inputs.other.shape
+            if others not in (1, rows):
+                raise BadData(f"{self}: {others} second prompts for {rows} prompts; give one, or as many")
+            if length != other and not getattr(self, "position", ()):
+                how = "name positions, or cut one" if hasattr(self, "position") else "cut one"
+                raise BadData(f"{self}: the prompts have {length} and {other} tokens; {how}")
         if inputs.tokens is not None:
             self.in_reach(getattr(self, "position", ()), inputs.tokens)
-
-    def _check_other(self, inputs: Inputs) -> None:
-        assert inputs.tokens is not None
-        if inputs.other is None:
-            raise BadData(f"{self} reads a second prompt: give it as other=...")
-        (rows, length), (others, other) = inputs.tokens.shape, inputs.other.shape
-        if others not in (1, rows):
-            raise BadData(f"{self}: {others} second prompts for {rows} prompts; give one, or as many")
-        if length != other and not getattr(self, "position", ()):
-            how = "name positions, or cut one" if hasattr(self, "position") else "cut one"
-            raise BadData(f"{self}: the prompts have {length} and {other} tokens; {how}")
 
     def in_reach(self, positions: Numbers, ids: Tensor) -> None:
         """Raise `BadData` for a position beyond ids [batch, pos]."""
@@ -210,7 +261,11 @@ class Edit:
             if new.shape != tensor.shape or (heads and max(heads) >= tensor.shape[2]):
                 have = f"{tensor.shape[2]} heads of its own, the others are another layer's"
                 raise WorkbenchError(f"{self}: layer {layer} has {have}; leave these out, or choose site=v")
-            return _into(tensor, new, heads)
+            if not heads:
+                return new
+            out = tensor.clone()
+            out[:, :, list(heads)] = new[:, :, list(heads)]
+            return out
 
         return [(name, change) for name in self.points(model, layer)]
 
@@ -240,12 +295,3 @@ def site_points(model: HookedModel, site: str, layer: int) -> list[str]:
 def mean_over_positions(tensor: Tensor) -> Tensor:
     """The mean of [batch, pos, ...] over positions, at each of them."""
     return tensor.mean(1, keepdim=True).expand_as(tensor)
-
-
-def _into(tensor: Tensor, new: Tensor, heads: Numbers) -> Tensor:
-    """`new` at the heads [batch, pos, head, d_head], all where none is named; `tensor` elsewhere."""
-    if not heads:
-        return new
-    out = tensor.clone()
-    out[:, :, list(heads)] = new[:, :, list(heads)]
-    return out

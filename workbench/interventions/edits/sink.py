@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.interventions.edits.base import Edit, Hook, Inputs, one_of
-from workbench.interventions.edits.text import Numbers
+from workbench.interventions.edits.base import Edit, Hook, Inputs, Numbers, one_of
 from workbench.kernels.joint import Softmax
+from workbench.models.attention import JointAttention
 from workbench.models.hooked import HookedModel
-from workbench.models.joint_attention import JointAttention
 from workbench.models.transformer import Transformer
 
 FORBIDDEN = -1e4
@@ -56,10 +55,6 @@ class Sink(Edit):
     def heads(self) -> str:
         return "head"
 
-    @property
-    def outermost(self) -> bool:
-        return self.how == "renormalise"  # what is written is left out inside, where it is seen what is forbidden
-
     def what(self, model: HookedModel) -> str:
         return "attention to cut"
 
@@ -79,19 +74,47 @@ class Sink(Edit):
         if not isinstance(model, Transformer):
             return [(name, self._cut_square) for name in self.points(model, layer)]
         if not isinstance(attn, JointAttention):
-            wrap = _without_writing if self.how == "keep" else _forbidding
-            _instead(attn, "attend", wrap(attn.attend, self), stack)
+            _instead(attn, "attend", self._attend(attn.attend), stack)
             return []
         if self.how == "keep":
-            return [(name, self._cut_square) for name in _pattern_points(attn)]
+            modules = attn.key_sets[0] if len(attn.key_sets) == 1 else [attn]
+            return [(str(module.hook_pattern.name), self._cut_square) for module in modules]
         inner = attn.joint.softmaxes
 
         def softmaxes(at: int, q: Tensor, k: Tensor, *read: Any) -> list[Softmax]:
             plain = inner(at, q, k, *read)
-            return plain if at != layer else [_wider(s, self) for s in plain]
+            if at != layer:
+                return plain
+            wider = [widened(s.q, s.keys, self) for s in plain]
+            return [replace(s, q=q, keys=keys) for s, (q, keys) in zip(plain, wider, strict=True)]
 
         _instead(attn.joint, "softmaxes", softmaxes, stack)
         return []
+
+    def _attend(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a layer's attention without the positions; a position still attends to itself."""
+
+        def renormalised(q: Tensor, k: Tensor, v: Tensor, memory: Any) -> Tensor:
+            width = v.shape[-1]
+            q, (k,) = widened(q, [k], self)
+            return inner(q, k, F.pad(v, (0, q.shape[-1] - width)), memory)[..., :width]
+
+        def without_writing(q: Tensor, k: Tensor, v: Tensor, memory: Any) -> Tensor:
+            heads, total, past = q.shape[2], k.shape[1], k.shape[1] - q.shape[1]
+            k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+            positions = positions_in(self.position, total)
+            left = v.clone()
+            for p in positions:
+                left[:, p, list(self.head) or slice(None)] = 0
+            z = inner(q, k, left, memory).clone()
+            gone = (v - left)[:, past:]
+            for p in {p for p in positions if p >= past}:
+                scores = torch.einsum("bhd,bkhd->bhk", q[:, p - past], k[:, : p + 1]) * q.shape[-1] ** -0.5
+                own = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., -1:].to(v.dtype)
+                z[:, p - past] += own * gone[:, p - past]
+            return z
+
+        return without_writing if self.how == "keep" else renormalised
 
     def _cut_square(self, square: Tensor, hook: Any) -> Tensor:
         """Scores or a pattern [batch, head, query, key] without the positions."""
@@ -135,43 +158,3 @@ def widened(q: Tensor, keys: Sequence[Tensor], sink: Sink) -> tuple[Tensor, list
             more[:, p, :, n] = -math.sqrt(-FORBIDDEN * wide)
     q = torch.cat((q * math.sqrt(wide / width), more_q), -1)
     return q, [torch.cat((k, more), -1) for k, more in zip(keys, more_k, strict=True)]
-
-
-def _wider(softmax: Softmax, sink: Sink) -> Softmax:
-    q, keys = widened(softmax.q, softmax.keys, sink)
-    return replace(softmax, q=q, keys=keys)
-
-
-def _forbidding(inner: Callable[..., Tensor], sink: Sink) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, memory: Any) -> Tensor:
-        width = v.shape[-1]
-        q, (k,) = widened(q, [k], sink)
-        return inner(q, k, F.pad(v, (0, q.shape[-1] - width)), memory)[..., :width]
-
-    return attend
-
-
-def _without_writing(inner: Callable[..., Tensor], sink: Sink) -> Callable[..., Tensor]:
-    """Remove the positions from the attention of later queries; a position still attends to itself."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, memory: Any) -> Tensor:
-        heads, total, past = q.shape[2], k.shape[1], k.shape[1] - q.shape[1]
-        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
-        positions = positions_in(sink.position, total)
-        left = v.clone()
-        for p in positions:
-            left[:, p, list(sink.head) or slice(None)] = 0
-        z = inner(q, k, left, memory).clone()
-        gone = (v - left)[:, past:]
-        for p in {p for p in positions if p >= past}:
-            scores = torch.einsum("bhd,bkhd->bhk", q[:, p - past], k[:, : p + 1]) * q.shape[-1] ** -0.5
-            own = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., -1:].to(v.dtype)
-            z[:, p - past] += own * gone[:, p - past]
-        return z
-
-    return attend
-
-
-def _pattern_points(attn: JointAttention) -> list[str]:
-    modules = attn.key_sets[0] if len(attn.key_sets) == 1 else [attn]
-    return [str(module.hook_pattern.name) for module in modules]

@@ -63,9 +63,6 @@ class AttentionResiduals(Shortcut):
         self.queries = nn.ParameterDict({str(s): nn.Parameter(torch.zeros(config.d_model)) for s in weighed})
         self.gains = nn.ParameterDict({str(s): nn.Parameter(torch.ones(config.d_model)) for s in weighed})
 
-    def initialise(self, draw: Any) -> None:
-        """Nothing is random."""
-
     def skip(self, sublayer: int) -> Skip:
         return "" if sublayer in self.begins else "sum"
 
@@ -84,20 +81,19 @@ class AttentionResiduals(Shortcut):
         scores = memory["depth_scores"]
         for j, source in zip(self.stream_sources(sublayer), sources, strict=True):
             if j not in scores:
-                scores[j] = self._scores(source, memory["depth_queries"][sublayer - 1 :])
+                # w_s . (g_s v / rms(v)) [batch, pos, head, sublayer], for all sublayers that may read the source
+                wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
+                scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+                queries = memory["depth_queries"][sublayer - 1 :].to(wide.dtype)
+                if self.depth_heads == 1:
+                    scores[j] = (F.linear(wide, queries.flatten(1)) * scale).unsqueeze(-2)
+                else:
+                    chunks = wide.unflatten(-1, queries.shape[1:])
+                    scores[j] = torch.einsum("bphc,shc->bphs", chunks, queries) * scale[..., None]
         logits = [scores[j][..., sublayer - max(j, 1)] for j in self.stream_sources(sublayer)]
         weights = torch.stack(logits, -1).softmax(-1)
         weights = weights + 1 if self.depth_form == "delta" else weights
         return weights.to(sources[-1].dtype)
-
-    def _scores(self, source: Tensor, queries: Tensor) -> Tensor:
-        """Return w_s . (g_s v / rms(v)) [batch, pos, head, sublayer] of a source, for all sublayers that may read it."""
-        wide = source.float() if source.dtype in (torch.float16, torch.bfloat16) else source
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        queries = queries.to(wide.dtype)
-        if self.depth_heads == 1:
-            return (F.linear(wide, queries.flatten(1)) * scale).unsqueeze(-2)
-        return torch.einsum("bphc,shc->bphs", wide.unflatten(-1, queries.shape[1:]), queries) * scale[..., None]
 
     def coefficients(self) -> dict[str, list[float]]:
         """Return `depth_query`: the mean norm of the queries of the block's MLP and of the next block's attention."""

@@ -32,6 +32,7 @@ class HyperConnections(Shortcut):
     """Residual streams with unconstrained weights."""
 
     prefix = "hyper_connections"
+    random = "none"
 
     def __init__(self, config: ModelConfig, *, streams: int = 4, dynamic: bool = True) -> None:
         super().__init__(config)
@@ -46,9 +47,6 @@ class HyperConnections(Shortcut):
             nn.ParameterList(nn.Parameter(torch.full(shape, value)) for _ in sublayers if self.dynamic)
             for shape, value in (((n + 2, config.d_model), 0.0), ((2,), 0.01))
         )
-
-    def initialise(self, draw: Any) -> None:
-        """Nothing is random."""
 
     def connections(self, sublayer: int, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n = self.streams

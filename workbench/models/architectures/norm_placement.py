@@ -15,7 +15,7 @@ Degenerate case: pre is the vanilla decoder. post: W_O c and W_down c are the sa
 from __future__ import annotations
 
 from workbench.config import ModelConfig
-from workbench.models.norms import PLACEMENTS
+from workbench.models.layers import PLACEMENTS
 from workbench.models.options import choice_option
 from workbench.models.shortcut import Shortcut
 

@@ -38,10 +38,8 @@ class DenseResFormer(Shortcut):
         decay_lambda: bool = False,
     ) -> None:
         super().__init__(config)
-        self.lambda_source, self.lambda_own = (
-            number_option("lambda_source", lambda_source),
-            number_option("lambda_own", lambda_own),
-        )
+        self.lambda_source = number_option("lambda_source", lambda_source)
+        self.lambda_own = number_option("lambda_own", lambda_own)
         self.dense_source = choice_option("dense_source", dense_source, ("raw", "mixed"))
         self.decays = self.decay_lambda = bool(decay_lambda)
         self.reads = "own" if dense_source == "raw" else "effective"

@@ -32,10 +32,8 @@ class AttentionResidual(Shortcut):
         self, config: ModelConfig, *, lambda_a1: float = 0.5, lambda_a_own: float = 0.5, attn_mix: str = "prob"
     ) -> None:
         super().__init__(config)
-        self.lambda_a1, self.lambda_a_own = (
-            number_option("lambda_a1", lambda_a1),
-            number_option("lambda_a_own", lambda_a_own),
-        )
+        self.lambda_a1 = number_option("lambda_a1", lambda_a1)
+        self.lambda_a_own = number_option("lambda_a_own", lambda_a_own)
         self.attn_mix = choice_option("attn_mix", attn_mix, ("prob", "logit"))
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:

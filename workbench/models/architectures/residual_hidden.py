@@ -28,10 +28,8 @@ class HiddenResidual(Shortcut):
 
     def __init__(self, config: ModelConfig, *, lambda_h1: float = 1.0, lambda_h_own: float = 1.0) -> None:
         super().__init__(config)
-        self.lambda_h1, self.lambda_h_own = (
-            number_option("lambda_h1", lambda_h1),
-            number_option("lambda_h_own", lambda_h_own),
-        )
+        self.lambda_h1 = number_option("lambda_h1", lambda_h1)
+        self.lambda_h_own = number_option("lambda_h_own", lambda_h_own)
 
     def stream_sources(self, sublayer: int) -> tuple[int, ...]:
         return (0, sublayer) if sublayer % 2 == 0 and sublayer < 2 * self.config.n_layers else ()

@@ -38,6 +38,7 @@ class SATFormer(Shortcut):
     """Value residual with a gate for each token and head."""
 
     prefix = "satformer"
+    random = "all"
     weighs_tokens = True
 
     def __init__(self, config: ModelConfig, *, gate_form: str = "relu", layers: str | Sequence[int] = "all") -> None:
@@ -46,10 +47,6 @@ class SATFormer(Shortcut):
         self.layers = layers_option("layers", layers, range(1, config.n_layers))
         shape = config.n_key_value_heads, config.d_model
         self.gates = nn.ParameterDict({str(n): nn.Parameter(torch.empty(shape)) for n in self.layers})
-
-    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
-        for name, tensor in self.named_parameters():
-            draw(name, tensor)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return (0,) if tensor == "v" and layer in self.layers else ()

@@ -13,7 +13,7 @@ Degenerate case: b -> -infinity is the vanilla decoder; b -> infinity sets every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,13 @@ class SinkLogit(Shortcut):
     """One additional column in each softmax."""
 
     prefix = "sink_logit"
+    random = "all"
 
     def __init__(self, config: ModelConfig, *, logit: str = "learned") -> None:
         super().__init__(config)
         self.logit = choice_option("logit", logit, ("learned", "zero"))
         learned = (nn.Parameter(torch.zeros(config.n_heads)) for _ in range(config.n_layers))
         self.logits = nn.ParameterList(learned if logit == "learned" else ())
-
-    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
-        for name, tensor in self.named_parameters():
-            draw(name, tensor)
 
     def attends(self, layer: int) -> SoftmaxForm:
         return "null"

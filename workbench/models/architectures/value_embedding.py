@@ -43,10 +43,8 @@ class ValueEmbedding(Shortcut):
         layers, limit = config.n_layers, max(1, config.n_layers // 2)
         tables = min(3, limit) if value_tables is None else value_tables
         self.value_tables = integer_option("value_tables", tables, range(1, limit + 1), f"for {layers} layers")
-        self.lambda_table, self.lambda_own = (
-            number_option("lambda_table", lambda_table),
-            number_option("lambda_own", lambda_own),
-        )
+        self.lambda_table = number_option("lambda_table", lambda_table)
+        self.lambda_own = number_option("lambda_own", lambda_own)
         self.decays = self.decay_lambda = bool(decay_lambda)
         shape = config.d_vocab, config.d_key_value
         self.tables = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(self.value_tables))

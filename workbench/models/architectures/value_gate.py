@@ -15,8 +15,6 @@ Degenerate case: W = 0 halves every output: the vanilla decoder with W_O halved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,16 +26,13 @@ from workbench.models.shortcut import Shortcut
 
 class _ValueGate(Shortcut):
     prefix = "value_gate"
+    random = "all"
 
     def __init__(self, config: ModelConfig, *, gate_from: str = "value", heads: int = 0) -> None:
         super().__init__(config)
         self.gate_from = choice_option("gate_from", gate_from, ("value", "input"))
         shape = heads, config.d_key_value if gate_from == "value" else config.d_model
         self.gates = nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(config.n_layers))
-
-    def initialise(self, draw: Callable[[str, Tensor], None]) -> None:
-        for name, tensor in self.named_parameters():
-            draw(name, tensor)
 
     def opened(self, layer: int, v: Tensor, x: Tensor) -> Tensor:
         """Return the gates of all heads [batch, pos, head, 1]."""

@@ -1,10 +1,7 @@
 """Recorder for any training loop: three lines of code, the same records and the same Training page.
 
-recorder = workbench.Recorder(model, every=100, folder="runs/mine")   # any module
-...
-loss.backward(); recorder.step(loss); optimizer.step()                # before clipping
-...
-recorder.close()
+recorder = workbench.Recorder(model, every=100, folder="runs/mine")   # any module ... loss.backward(); recorder.step(loss);
+optimizer.step()                # before clipping ... recorder.close()
 """
 
 from workbench.training.recorder.quantities import DEFAULT, NotRecorded, quantities

@@ -15,19 +15,18 @@ from typing import Any
 from workbench.errors import WorkbenchError
 from workbench.training.recorder.recorder import Recorder
 
-
-def _callback() -> Any:
-    """Return Lightning's base class under either package name."""
-    for name in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
-        try:
-            return importlib.import_module(name).Callback
-        except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):
-                raise
+Callback: Any = None
+for package in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
+    try:
+        Callback = Callback or importlib.import_module(package).Callback
+    except ModuleNotFoundError as error:
+        if not package.startswith(str(error.name)):
+            raise
+if Callback is None:
     raise WorkbenchError("a Lightning callback needs Lightning: pip install lightning")
 
 
-class LightningCallback(_callback()):  # type: ignore[misc]
+class LightningCallback(Callback):
     """Callback with a `Recorder` of the LightningModule, or of its part `module`, from the Trainer's first step on.
 
     The loss is the return value of `training_step`; `every` counts optimiser steps.
@@ -41,13 +40,11 @@ class LightningCallback(_callback()):  # type: ignore[misc]
         self.recorder: Recorder | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start or continue a recording."""
         model = pl_module.get_submodule(self.module) if self.module else pl_module
         settings: dict[str, Any] = {"start": trainer.global_step or None} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Record the step."""
         if self.recorder:
             self.recorder.step(learning_rate=optimizer.param_groups[0]["lr"])
 
@@ -59,11 +56,9 @@ class LightningCallback(_callback()):  # type: ignore[misc]
             recorder.add_to_record("train_loss", loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Finish the recording."""
         self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write everything recorded so far."""
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""`Recorder`: selected quantities of a module at every n-th optimiser step of any training loop.
+"""`Recorder`: selected quantities of a module at every n-th optimiser step of any training loop, and its run folder.
 
 Between logging steps, `step` only counts, and no hook is installed. A logging step reduces activations inside hooks,
 reduces gradients in one kernel launch, and copies the matrices. The next call compares the copies, so it works with any
@@ -11,22 +11,30 @@ import dataclasses
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow.parquet  # noqa: F401 - now, not in the middle of a training
 import torch
 from torch import Tensor, nn
 
+from workbench.checkpoints.identify import RUN_FILE
 from workbench.distributed import rank
 from workbench.errors import WorkbenchError, warn_caller
+from workbench.files import read_json, write_json
 from workbench.metrics import METRICS
 from workbench.observing.interception.weights import is_sharded
-from workbench.runs.run import FORMAT, runs_folder, written_now
+from workbench.runs.records import read_parquet, records, write_parquet
+from workbench.runs.run import FORMAT, Run, runs_folder, written_now
 from workbench.runs.trackers import Tracker, installed_trackers, open_trackers
-from workbench.training.recorder.activation_capture import BY_POSITION, GRADIENT_NORM, GRADIENT_SINK, ActivationCapture
-from workbench.training.recorder.capture_points import (
+from workbench.training.recorder.activation_capture import (
     ATTENTION_INPUT,
+    BY_POSITION,
+    GRADIENT_NORM,
+    GRADIENT_SINK,
+    ActivationCapture,
     Places,
     blocks_of,
     capture_points,
@@ -37,16 +45,116 @@ from workbench.training.recorder.quantities import (
     DEFAULT,
     UNITS,
     NotRecorded,
+    StepRecord,
     Stopped,
     aliases_of,
     first_line,
+    frobenius_norms,
     known_quantities,
+    noted_row,
+    one_number,
 )
-from workbench.training.recorder.recording_folder import RecordingFolder
-from workbench.training.recorder.step_record import StepRecord, frobenius_norms, noted_row, one_number
 
-WITH_GRADIENT = ("stream", "v", "own_v", "first_v")
-"""Activations with recorded gradients."""
+SPAN = 32  # logging steps in one part
+MIN_PAUSE, MAX_SHARE = 1.0, 0.01  # seconds between writes, and the share of the time they may take
+
+
+class RecordingFolder:
+    """Buffer of rows for `telemetry/<first>-<end>.parquet`, under the run's lock."""
+
+    def __init__(self, path: Path, info: dict[str, Any], *, start: int | None, every: int) -> None:
+        self.path, self.info, self.every = path, info, every
+        path.mkdir(parents=True, exist_ok=True)
+        self.lock, self.closed = Run(path).writing(), False
+        try:
+            self._continue(start)
+            write_json(path / RUN_FILE, self.info)
+        except BaseException:
+            self.lock.release()
+            raise
+        self.first = self.end = start or 0
+        self.frame, self.rows = records([]), list[dict[str, Any]]()
+        self.cost, self.tried = 0.0, -float("inf")
+        self.described = True
+        self.failure = ""  # of the last write
+
+    def _continue(self, start: int | None) -> None:
+        """Preserve the rows before `start` of an earlier recording of the same model."""
+        if (self.path / RUN_FILE).exists():
+            old = read_json(self.path / RUN_FILE)
+            if "recorder" not in old:
+                raise WorkbenchError(f"{self.path} is a training's run, not a recording; choose another folder")
+            if differing := [k for k in ("architecture", "seed", "model") if old.get(k) != self.info[k]]:
+                raise WorkbenchError(f"{self.path} records another {', '.join(differing)}; choose another folder")
+            self.info["created"] = old.get("created", self.info["created"])
+        for leftover in self.path.glob("*/.*.part"):  # from a killed process
+            leftover.unlink()
+        parts = Run(self.path).telemetry_parts()
+        if parts and start is None:
+            last = max(int(read_parquet([part])["step"].max()) for _, part in parts)
+            held = f"{self.path} holds a recording up to step {last}"
+            raise WorkbenchError(f"{held}; say start= (0 begins anew, {last + 1} goes on), or choose another folder")
+        for _, part in parts:
+            frame = read_parquet([part]) if start else records([])
+            earlier = frame[frame["step"] < (start or 0)]
+            if not len(earlier):
+                part.unlink()
+            elif len(earlier) < len(frame):
+                write_parquet(earlier, part)
+
+    def describe(self, **facts: Any) -> None:
+        """Change what `run.json` says about the recorder, with the next rows."""
+        self.info["recorder"] |= facts
+        self.described = False
+
+    def add(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows of a step; they are written at most once a second, and again later if writing fails."""
+        common = {"run": self.path.name, "architecture": self.info["architecture"], "seed": self.info["seed"]}
+        due = time.perf_counter() - self.tried > max(MIN_PAUSE, self.cost / MAX_SHARE)
+        if step >= self.end and (due or not self.failure) and self.flush():
+            self.frame, self.first, self.end = records([]), step, step + SPAN * self.every
+        self.rows += [{**common, **row} for row in rows]
+        if due:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Write the current file; if that fails, warn once, hold the rows and return False."""
+        if not self.rows and self.described:
+            return True
+        began = time.perf_counter()
+        try:
+            if not self.described or not (self.path / RUN_FILE).exists():
+                write_json(self.path / RUN_FILE, self.info)
+                self.described = True
+            if self.rows:
+                new = records(self.rows)
+                frame = pd.concat([self.frame, new], ignore_index=True) if len(self.frame) else new
+                write_parquet(frame, self.path / "telemetry" / f"{self.first:06d}-{self.end:06d}.parquet")
+                self.frame, self.rows = frame, []
+        except Exception as error:  # a full disk, a folder that was removed or locked
+            first, self.failure = not self.failure, first_line(error)
+            if first and not self.closed:
+                steps = f"from step {self.rows[0]['step']} on" if self.rows else "about the recorder"
+                warn_caller(f"{self.path}: what is recorded {steps} waits to be written: {self.failure}", NotRecorded)
+        else:
+            self.failure = ""
+        self.tried = time.perf_counter()
+        self.cost = self.tried - began
+        return not self.failure
+
+    def close(self) -> None:
+        """Write the remaining rows, warn if they are lost, and release the folder's lock."""
+        if not self.closed:
+            self.closed = True
+            try:
+                if not self.flush() and self.rows:
+                    steps = f"{self.rows[0]['step']} to {self.rows[-1]['step']}"
+                    warn_caller(f"{self.path}: the records of steps {steps} are lost: {self.failure}", NotRecorded)
+            finally:
+                self.lock.release()
+
+
+WITH_GRADIENT = ("stream", "v", "own_v", "first_v")  # activations with recorded gradients
 _OPEN: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
 
@@ -84,7 +192,14 @@ class Recorder:
         self.model, self.every, self.count = _unwrapped(model), every, start or 0
         self.places: Places = {}
         self.untrained: set[str] = set()  # matrices that are no longer recorded
-        self.active = _is_first_process()
+        initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.active = (torch.distributed.get_rank() if initialised else rank()) == 0
+        if rank() and not initialised:
+            warn_caller(
+                f"nothing is recorded in this process: RANK is {rank()}, and torch.distributed is not initialised. Initialise it before "
+                "making the recorder or, where processes train different models, unset RANK and WORLD_SIZE",
+                NotRecorded,
+            )
         spread = any(is_sharded(p) for p in self.model.parameters())
         self.helps = not self.active and spread  # takes part in norms of complete matrices
         self.ended = ""  # why nothing is recorded any more
@@ -190,77 +305,61 @@ class Recorder:
             return
         self.stopped.attempt(self.capture.names, self.capture.stop)
         record = self.open = StepRecord(self.count)
-        attempt = self._attempt
         self.add_to_record("train_loss", loss)
         self.add_to_record("learning_rate", learning_rate)
-        attempt("coefficient", self._coefficients, record)
-        matrices = self._trained()
-        gradients = {n: p.grad for n, p in matrices.items() if p.grad is not None}
-        if gradients:
-            scaled = {GRADIENT_NORM, GRADIENT_SINK, BY_POSITION, "gradient_norm"} & set(self.quantities)
-            scales = self.stopped.attempt(sorted(scaled), _scales, scaler) or (None, None)
-            attempt("gradient_norm", self._gradients, record, gradients, scales[1])
-            self.stopped.attempt(self.capture.names, self._activations, record, scales[0])
-            self._warn(self.capture.missing())
-        else:
-            self._warn({"gradients": "there are none: call step after backward and before zero_grad"})
-        attempt("weight_norm", self._weight_norms, record, matrices)
-        attempt("update_ratio", self._copy, record, matrices)
-
-    def _attempt(self, quantity: str, take: Callable[..., None], *inputs: Any) -> None:
-        """Compute one quantity if it was asked for, see `Stopped.attempt`."""
-        if quantity in self.quantities:
-            self.stopped.attempt([quantity], take, *inputs)
-
-    def add_to_record(self, metric: str, value: Any) -> None:
-        """Add a number of the loop to the current step's record, if both exist."""
-        if (record := self.open) and value is not None:
-            self.stopped.attempt([metric], lambda: record.add({"metric": metric}, one_number(value)))
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by name; adds new matrices, and warns once about matrices no longer trained."""
+        if self._wants("coefficient") and has_named_hooks(self.model):
+            with self.stopped.guard("coefficient"):
+                for shortcut in getattr(self.model, "shortcuts", ()):
+                    for part, values in shortcut.coefficients().items():
+                        for layer, value in enumerate(values):
+                            if value == value:  # NaN: this layer has none
+                                record.add({"metric": "coefficient", "part": part, "layer": layer}, value)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.places = matrix_places(self.model, self.places)
         if gone := sorted(self.places.keys() - trained.keys() - self.untrained):
             self.untrained |= set(gone)
             named = ", ".join(gone[:4]) + (f" and {len(gone) - 4} more" if len(gone) > 4 else "")
             self._warn({named: f"frozen, removed or renamed at step {self.count}"})
-        return trained
+        gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+        if gradients:
+            scaled = {GRADIENT_NORM, GRADIENT_SINK, BY_POSITION, "gradient_norm"} & set(self.quantities)
+            scales = self.stopped.attempt(sorted(scaled), _scales, scaler) or (None, None)
+            if self._wants("gradient_norm"):
+                with self.stopped.guard("gradient_norm"):
+                    norms = dict(zip(gradients, frobenius_norms(gradients.values()), strict=True))
+                    if scales[1] is not None:
+                        norms = {n: norm / scales[1].to(norm.device) for n, norm in norms.items()}
+                    home = next(iter(norms.values())).device
+                    total = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms.values()]))
+                    axes = {"metric": "gradient_norm", "variant": self.variant}
+                    record.add(axes | {"part": "all"}, total)
+                    for name in (n for n in self.places if n in norms):
+                        record.add(axes | self._place(name), norms[name])
+            if self.capture.names - self.stopped.reasons.keys():
+                with self.stopped.guard(*self.capture.names):
+                    for axes, value in self.capture.results(scales[0]):
+                        record.add(axes, value)
+            self._warn(self.capture.missing())
+        else:
+            self._warn({"gradients": "there are none: call step after backward and before zero_grad"})
+        matrices = {n: trained[n].detach() for n in self.places if n in trained}
+        if self._wants("weight_norm"):
+            with self.stopped.guard("weight_norm"):
+                for name, norm in zip(matrices, frobenius_norms(matrices.values()), strict=True):
+                    record.add({"metric": "weight_norm", **self._place(name)}, norm)
+        if self._wants("update_ratio"):
+            with self.stopped.guard("update_ratio"):
+                before = zip(matrices.items(), frobenius_norms(matrices.values()), strict=True)
+                record.weights = {n: (w.clone(), norm) for (n, w), norm in before}
 
-    def _activations(self, record: StepRecord, scale: Tensor | None) -> None:
-        for axes, value in self.capture.results(scale):
-            record.add(axes, value)
+    def _wants(self, quantity: str) -> bool:
+        """Return whether a quantity was asked for and has not failed."""
+        return quantity in self.quantities and quantity not in self.stopped.reasons
 
-    def _weight_norms(self, record: StepRecord, matrices: Mapping[str, Tensor]) -> None:
-        names = [n for n in self.places if n in matrices]
-        for name, norm in zip(names, frobenius_norms(matrices[n].detach() for n in names), strict=True):
-            record.add({"metric": "weight_norm", **self._place(name)}, norm)
-
-    def _copy(self, record: StepRecord, matrices: Mapping[str, Tensor]) -> None:
-        """Copy the matrices before the update, with their norms."""
-        before = {n: matrices[n].detach() for n in self.places if n in matrices}
-        norms = frobenius_norms(before.values())
-        record.weights = {n: (w.clone(), norm) for (n, w), norm in zip(before.items(), norms, strict=True)}
-
-    def _gradients(self, record: StepRecord, gradients: dict[str, Tensor], scale: Tensor | None) -> None:
-        norms = dict(zip(gradients, frobenius_norms(gradients.values()), strict=True))
-        if scale is not None:
-            norms = {n: norm / scale.to(norm.device) for n, norm in norms.items()}
-        home = next(iter(norms.values())).device
-        total = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms.values()]))
-        record.add({"metric": "gradient_norm", "part": "all", "variant": self.variant}, total)
-        for name in self.places:
-            if name in norms:
-                record.add({"metric": "gradient_norm", "variant": self.variant, **self._place(name)}, norms[name])
-
-    def _coefficients(self, record: StepRecord) -> None:
-        if not has_named_hooks(self.model):
-            return
-        for shortcut in getattr(self.model, "shortcuts", ()):
-            for part, values in shortcut.coefficients().items():
-                for layer, value in enumerate(values):
-                    if value == value:  # NaN: this layer has none
-                        record.add({"metric": "coefficient", "part": part, "layer": layer}, value)
+    def add_to_record(self, metric: str, value: Any) -> None:
+        """Add a number of the loop to the current step's record, if both exist."""
+        if (record := self.open) and value is not None:
+            self.stopped.attempt([metric], lambda: record.add({"metric": metric}, one_number(value)))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -268,8 +367,9 @@ class Recorder:
         record, self.open = self.open, None
         if record is None:
             return
-        if record.weights:
-            self.stopped.attempt(["update_ratio"], self._updates, record)
+        if record.weights and "update_ratio" not in self.stopped.reasons:
+            with self.stopped.guard("update_ratio"):
+                self._updates(record)
         rows = list[dict[str, Any]]()
         try:
             rows = record.rows()
@@ -402,16 +502,3 @@ def _end_in_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_end_in_fork)
-
-
-def _is_first_process() -> bool:
-    """Return whether this process writes; warns if only environment variables exclude it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    if rank():
-        warn_caller(
-            f"nothing is recorded in this process: RANK is {rank()}, and torch.distributed is not initialised. Initialise it before "
-            "making the recorder or, where processes train different models, unset RANK and WORLD_SIZE",
-            NotRecorded,
-        )
-    return rank() == 0

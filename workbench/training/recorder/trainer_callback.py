@@ -27,13 +27,11 @@ class RecorderCallback(TrainerCallback):
         self.recorder: Recorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Start or continue a recording."""
         settings = {"seed": args.seed, "start": state.global_step} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
         self.recorder.variant = "clipped" if args.max_grad_norm and args.max_grad_norm > 0 else None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Record the step."""
         if self.recorder:
             self.recorder.step(scaler=getattr(optimizer, "scaler", None))
 
@@ -49,7 +47,6 @@ class RecorderCallback(TrainerCallback):
                 self.recorder.note("gradient_norm", logs["grad_norm"], step=state.global_step - 1, **axes)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Finish the recording."""
         if self.recorder:
             self.recorder.close()
             self.recorder = None

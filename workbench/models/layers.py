@@ -1,15 +1,4 @@
-"""Norms and their placement in a block.
-
-| placement | attention and MLP, f |
-|---|---|
-| `pre` | x + f(norm x) |
-| `sandwich` | x + norm f(norm x) |
-| `post` | x + norm f(x), queries and keys normed over their full width before the rotation |
-| `dyt` | x + f(DyT x), DyT x = g tanh(a x) + b |
-
-Names are TransformerLens': `ln1` and `ln2` before attention and MLP (the identity under `post`), `ln1_post` and `ln2_post` after them.
-The norms of queries and keys are in their projections, `attn.q_proj.norm` and `attn.k_proj.norm`.
-"""
+"""Layers without attention: linear maps that start empty, norms and their placement, rotary positions."""
 
 from __future__ import annotations
 
@@ -21,12 +10,25 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.models.hook_points import HookedModule, is_hooked
-from workbench.models.undrawn import Linear
+
+
+class Linear(nn.Linear):
+    """A linear layer without initial weights."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory uninitialised."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding without initial weights."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory uninitialised."""
+
 
 PLACEMENTS = ("pre", "sandwich", "post", "dyt")
 NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
-ALPHA = {"ln1": 0.8, "ln2": 0.2}
-"""Start of DyT's a, before attention and before the MLP."""
+ALPHA = {"ln1": 0.8, "ln2": 0.2}  # start of DyT's a, before attention and before the MLP
 
 
 class RMSNorm(HookedModule):
@@ -40,7 +42,6 @@ class RMSNorm(HookedModule):
         self.add_hook_points("scale", "normalized")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., width] to [..., width]."""
         if not (self.hook_state.enabled and (is_hooked(self.hook_scale) or is_hooked(self.hook_normalized))):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -60,7 +61,6 @@ class OutputNorm(RMSNorm):
     """RMSNorm of a projection's output, which autocast leaves in another type than the stream's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., width] to [..., width]."""
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -74,11 +74,9 @@ class DyT(HookedModule):
         self.add_hook_points("normalized")  # tanh(a x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., width] to [..., width]."""
         return self.gained(self.run_hook("hook_normalized", (self.alpha * x).tanh()))
 
     def gained(self, normalized: Tensor) -> Tensor:
-        """Return the output from the value at `hook_normalized`."""
         return torch.addcmul(self.bias, normalized, self.weight)
 
 
@@ -90,11 +88,9 @@ class Unnormed(HookedModule):
         self.add_hook_points("normalized")  # x
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., width] to [..., width]."""
         return self.run_hook("hook_normalized", x)
 
     def gained(self, normalized: Tensor) -> Tensor:
-        """Return the input."""
         return normalized
 
 
@@ -130,3 +126,43 @@ def norm_queries_and_keys(attn: Any, eps: float) -> None:
     for name in ("q_proj", "k_proj"):
         if hasattr(attn, name):
             setattr(attn, name, NormedLinear(getattr(attn, name), eps))
+
+
+ROWS = 256  # of the smallest table; larger ones have a power of two
+Rotation = tuple[Tensor, Tensor]  # cosines and signed sines of some positions, each [length, 1, d_head]
+
+
+class Rotary(nn.Module):
+    """Tables of cosines and sines for each device and dtype, as long as the longest sequence so far."""
+
+    def __init__(self, d_head: int, n_ctx: int, theta: float) -> None:
+        super().__init__()
+        self.d_head, self.n_ctx, self.theta = d_head, n_ctx, theta
+        self.tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+
+    def forward(self, length: int, like: Tensor, start: int = 0) -> Rotation:
+        """Return cosines and signed sines of `length` positions from `start`, on the device and in the dtype of `like`."""
+        key = (like.device, like.dtype)
+        if torch.compiler.is_compiling():  # a table that grows would recompile the graph
+            cos, sin = self._table(like, self.n_ctx)
+            return cos[start : start + length], sin[start : start + length]
+        if key not in self.tables or len(self.tables[key][0]) < start + length:
+            self.tables[key] = self._table(like, max(ROWS, 1 << (start + length - 1).bit_length()))
+        cos, sin = self.tables[key]
+        return cos[start : start + length], sin[start : start + length]
+
+    @torch.inference_mode(False)  # a table of inference mode could not be used in training
+    def _table(self, like: Tensor, rows: int) -> Rotation:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        exponent = torch.arange(0, self.d_head, 2, device=like.device, dtype=wide) / self.d_head
+        position = torch.arange(rows, device=like.device, dtype=wide)
+        angle = torch.outer(position, 1.0 / self.theta**exponent)
+        cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle.sin(), angle.sin()), -1)
+        return cos[:, None].to(like.dtype), sin[:, None].to(like.dtype)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate [batch, pos, head, d_head] by position; the signed sines include the sign of rot()."""
+    return (
+        x * rotation[0] + x.roll(x.shape[-1] // 2, -1) * rotation[1]
+    )  # unfused, for the rounding of the published code
