@@ -75,7 +75,6 @@ class Ours:
     def step(self) -> Tensor:
         loss = self.loop._update()
         self.loop.step += 1
-        self.loop._agreed_to_stop()
         return loss
 
     def flush(self, loss: Tensor) -> None:

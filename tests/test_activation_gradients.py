@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,7 @@ from seams import COVERING
 from workbench.data.sources import Sample
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.interventions import INTERVENTIONS
-from workbench.interventions.gradients import _even, _gathered, _jackknife
+from workbench.interventions.gradients import _gathered
 from workbench.names import QUADRATIC, is_statistic
 
 
@@ -90,14 +91,19 @@ def test_what_an_attention_reads_has_the_sum_of_its_paths_gradients(tiny, archit
 
 
 def test_gradients_gather_by_hand():
-    """Positions (3, 4), (0, 1), (1, 0), (0, 4): 5 over the mean of 1, 1 and 4; even attention over three: 1 + 1/4 + 1/9 at the first."""
+    """Positions (3, 4), (0, 1), (1, 0), (0, 4): 5 over the mean of 1, 1 and 4."""
     whole = torch.tensor([[3.0, 4.0], [0.0, 1.0], [1.0, 0.0], [0.0, 4.0]])
     assert _gathered(whole, whole) == 2.5
     assert _gathered(torch.tensor([[0.0, 2.0], [9.0, 9.0]]), whole) == 1.0
+
+
+def test_even_attention_over_three_positions_gathers_by_hand(tiny):
+    """1 + 1/4 + 1/9 at the first position, 1/4 + 1/9 and 1/9 behind it; two documents have no error."""
+    found = list(INTERVENTIONS["gradient_sink"].function(tiny(), Sample(tokens(3, batch=2), range(2), "x"), None, 2))
     power = [(1 + 1 / 4 + 1 / 9) ** 0.5, (1 / 4 + 1 / 9) ** 0.5, (1 / 9) ** 0.5]
-    assert _even(3) == pytest.approx(power[0] / ((power[1] + power[2]) / 2))
-    assert _jackknife([1.0, 2.0, 3.0]) == pytest.approx((2 / 3 * 2) ** 0.5)
-    assert _jackknife([1.0, 2.0]) != _jackknife([1.0, 2.0]), "no error of two groups"
+    even = {row["value"] for row in found if row.get("control") == "uniform_causal"}
+    assert list(even) == [pytest.approx(power[0] / ((power[1] + power[2]) / 2))]
+    assert all(math.isnan(row["se"]) for row in found if "variant" in row)
 
 
 def test_the_error_of_a_gradient_sink_is_that_of_leaving_documents_out(tiny):
@@ -109,7 +115,9 @@ def test_the_error_of_a_gradient_sink_is_that_of_leaving_documents_out(tiny):
     }
     whole, left = rows(ids), [rows(ids[[i for i in range(4) if i != out]], 3) for out in range(4)]
     for at, row in whole.items():
-        assert row["se"] == pytest.approx(_jackknife([one[at]["value"] for one in left]), rel=1e-6, abs=1e-12)
+        each = torch.tensor([one[at]["value"] for one in left], dtype=WIDE)
+        jackknife = float((3 / 4 * (each - each.mean()).square().sum()).sqrt())
+        assert row["se"] == pytest.approx(jackknife, rel=1e-6, abs=1e-12)
         assert row["n"] == 4
 
 

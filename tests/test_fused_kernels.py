@@ -12,7 +12,6 @@ from workbench.kernels import (
     attention,  # the module, to see which form it takes
     attention_form,
     attention_statistics,
-    fused,
 )
 from workbench.kernels.attention import fused_statistics, runs_fused, strip_statistics
 
@@ -113,7 +112,7 @@ def test_fused_calls_ignore_autocast():
 
 @needs_fused
 def test_fused_calls_stand_aside_for_heads_too_wide_for_them(monkeypatch):
-    monkeypatch.setattr(fused, "runs_fused", lambda device, dtype, d_head: d_head <= 16)
+    monkeypatch.setattr(attention, "runs_fused", lambda device, dtype, d_head: d_head <= 16)
     fused_statistics(*draw(4, heads=20, width=16))
     with pytest.raises(WorkbenchError, match="width 17 on cpu; use strips"):
         fused_statistics(*draw(4, width=17))

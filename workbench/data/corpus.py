@@ -221,10 +221,9 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
     given = [Path(path) for path in paths if not is_dataset(path)]
     contents = _text_files(given) if given or not named else {}
     common = os.path.commonpath([path.parent for path in contents]) if contents else ""
-    documents, files = [], []
+    sources: list[tuple[str, str, bytes, list[str]]] = []  # name, domain, bytes, texts
     for path, (domain, data) in contents.items():
         source = path.relative_to(common).as_posix().encode("utf-8", "backslashreplace").decode()
-        files.append(_entry(source, data))
         if path.suffix in TABLES:
             rows = rows_of_file(path, data)
         elif not data.strip():
@@ -236,17 +235,16 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
                 rows = [data.decode("utf-8-sig").replace("\r\n", "\n")]
             except UnicodeDecodeError as error:
                 raise BadData(f"{path} is not UTF-8 (byte offset {error.start}); convert it to UTF-8 first") from error
-        documents += _cut(source, domain, split, rows)
+        sources.append((source, domain, data, rows))
     for name in named:
         domain, rows = dataset_rows(name, MAX_CORPUS)
-        files.append(_entry(name, joined(rows)))
-        documents += _cut(name, domain, split, rows)
+        sources.append((name, domain, joined(rows), rows))
+    documents, files = [], []
+    for source, domain, data, rows in sources:
+        texts = enumerate(text for row in rows for text in pieces(row))
+        documents += [Document(f"{source}#{i}", domain, split, text) for i, text in texts]
+        files.append({"source": source, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
     return documents, files
-
-
-def _cut(source: str, domain: str, split: str, rows: Iterable[str]) -> list[Document]:
-    texts = (text for row in rows for text in pieces(row))
-    return [Document(f"{source}#{i}", domain, split, text) for i, text in enumerate(texts)]
 
 
 def save_corpus(corpus: Corpus, folder: Path) -> None:
@@ -331,10 +329,6 @@ def _choose_sides(documents: list[Document], share: float) -> list[Document]:
             room -= sizes[name]
     chosen = chosen or {min(sizes, key=lambda name: (sizes[name], name))}
     return [replace(d, split="validation") if unit[d.source] in chosen else d for d in documents]
-
-
-def _entry(source: str, data: bytes) -> dict[str, Any]:
-    return {"source": source, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def _fraction(purpose: str, name: str) -> float:

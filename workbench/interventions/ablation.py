@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row, text_of
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row
 from workbench.models.decomposition import decompose
 from workbench.models.hook_points import read_only
 from workbench.models.hooked import HookedModel
@@ -200,7 +200,9 @@ def token_means(model: HookedModel, site: str, batches: Sequence[Tensor]) -> Tok
     """Means per token id over training batches [batch, pos], at every layer that has the site."""
     hooks = _hooks(model, site, range(model.config.n_layers))
     counts = torch.zeros(model.config.d_vocab, dtype=torch.double)
-    texts = [text_of(model, tokens) for tokens in batches]
+    texts, observed = [torch.ones_like(tokens, dtype=torch.bool) for tokens in batches], cast(Any, model)
+    if model.foreign is not None:  # an observed module's masks may hide padding
+        texts = [observed.run_with_segments(tokens)[1].is_text for tokens in batches]
     for tokens, text in zip(batches, texts, strict=True):
         counts += tokens[text].bincount(minlength=len(counts)).double().cpu()
     place, types = (counts > 0).cumsum(0).sub(1), int((counts > 0).sum())

@@ -115,13 +115,6 @@ def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = No
     return torch.cat(each).cpu()
 
 
-def text_of(model: Any, ids: Tensor) -> Tensor:
-    """Mask [batch, pos] of ids that an observed module's masks do not hide as padding."""
-    if model.foreign is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    return model.run_with_segments(ids)[1].is_text
-
-
 def mean_row(values: Tensor, **axes: Any) -> dict[str, Any]:
     """One row: mean over documents, its standard error, n."""
     values = values.double()

@@ -160,20 +160,18 @@ _MASK_SIZE, _MASK_COUNT = 2**18, 16  # elements, masks: 16 MiB at most
 def _mask(queries: int, sets: int, positions: int, like: Tensor) -> Tensor:
     """Return the mask to add to scores of the last `queries` with all keys, by position and set."""
     key = queries, sets, positions, like.dtype, like.device
-    if queries * sets * positions > _MASK_SIZE or torch.compiler.is_compiling():
-        return _new_mask(*key)
-    if (mask := _MASKS.get(key)) is None:
+    is_kept = queries * sets * positions <= _MASK_SIZE and not torch.compiler.is_compiling()
+    if is_kept and key in _MASKS:
+        return _MASKS[key]
+    with torch.inference_mode(False):  # a mask created in inference mode could not be used in training
+        latest = torch.arange(positions - queries, positions, device=like.device)[:, None]
+        future = torch.arange(positions, device=like.device).repeat_interleave(sets) > latest
+        mask = torch.zeros(future.shape, dtype=like.dtype, device=like.device).masked_fill_(future, -math.inf)
+    if is_kept:
         if len(_MASKS) >= _MASK_COUNT:
             _MASKS.clear()
-        mask = _MASKS[key] = _new_mask(*key)
+        _MASKS[key] = mask
     return mask
-
-
-@torch.inference_mode(False)  # a mask created in inference mode could not be used in training
-def _new_mask(queries: int, sets: int, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    latest = torch.arange(positions - queries, positions, device=device)[:, None]
-    future = torch.arange(positions, device=device).repeat_interleave(sets) > latest
-    return torch.zeros(future.shape, dtype=dtype, device=device).masked_fill_(future, -math.inf)
 
 
 def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch head query set pos"]:

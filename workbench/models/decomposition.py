@@ -148,7 +148,7 @@ class TransformerAnatomy(Anatomy):
                 names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
                 mixes = [path for path in attn.coefficients if path in ("v", "output", "pattern")]
                 names += [f"blocks.{n}.attn.{attn.weight_points[path]}" for path in mixes]
-                names += [*_points_read(attn).values(), *_points_crossed(attn)]
+                names += [*(str(module.hook_v.name) for _, module, _ in attn.reads["v"]), *_points_crossed(attn)]
                 names += sorted(attn.recipe().needs) if isinstance(attn, JointAttention) else ()
                 names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
         return list(dict.fromkeys(names))
@@ -185,11 +185,6 @@ class TransformerAnatomy(Anatomy):
         return logits, cache.cache_dict
 
 
-def _points_read(attn: Attention) -> dict[Source, str]:
-    """Return the hook points of the values that a layer mixes or shares, by source."""
-    return {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"]}
-
-
 def _points_crossed(attn: Attention) -> list[str]:
     """Return the hook points of other layers' values that a layer's softmaxes read."""
     modules = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
@@ -204,7 +199,7 @@ def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tenso
     Each part is the layer's own computation with all other values set to zero and the gates of the run.
     """
     attn: Attention = model.blocks[layer].attn
-    points = _points_read(attn)
+    points: dict[Source, str] = {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"]}
     values: dict[Source, Tensor] = {j: read(name) for j, name in points.items()}
     others = {name: read(name) for name in _points_crossed(attn)}
     stem, wiring = f"blocks.{layer}.attn", attn.projections["v"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -119,13 +117,6 @@ def block_norms(config: ModelConfig, placement: str) -> dict[str, nn.Module | No
     for name in ALPHA:
         norms[f"{name}_post"] = OutputNorm(width, eps) if placement in ("sandwich", "post") else None
     return norms
-
-
-def norm_queries_and_keys(attn: Any, eps: float) -> None:
-    """Add norms to the query and key projections that a layer has."""
-    for name in ("q_proj", "k_proj"):
-        if hasattr(attn, name):
-            setattr(attn, name, NormedLinear(getattr(attn, name), eps))
 
 
 ROWS = 256  # of the smallest table; larger ones have a power of two

@@ -69,8 +69,8 @@ def _together(name: str, constants: Mapping[str, Any] | None = None, **own: str)
         neutral = None if neutral is None or part.neutral is None else neutral | dict(part.neutral)
     by_rule: dict[str, Any] = {
         "label": " + ".join(part.label.removesuffix(CONTROL) for part in parts),
-        "colour": _colour_of_hash(name),
-        "symbol": _symbol_of_hash(name),
+        "colour": f"hsl({_hash(name) % 360},55%,48%)",
+        "symbol": SYMBOLS[_hash(name) % len(SYMBOLS)],
         "summary": " and ".join(part.summary for part in parts),
         "plain": "; ".join(part.plain for part in parts),
     }
@@ -83,12 +83,8 @@ def _together(name: str, constants: Mapping[str, Any] | None = None, **own: str)
     )
 
 
-def _colour_of_hash(name: str) -> str:
-    return f"hsl({int(hashlib.sha256(name.encode()).hexdigest()[:4], 16) % 360},55%,48%)"
-
-
-def _symbol_of_hash(name: str) -> str:
-    return SYMBOLS[int(hashlib.sha256(name.encode()).hexdigest()[:4], 16) % len(SYMBOLS)]
+def _hash(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest()[:4], 16)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -315,12 +311,12 @@ def architecture_label(name: str) -> str:
 
 def architecture_colour(name: str) -> str:
     """Return an architecture's colour; other names get a colour from their hash."""
-    return ARCHITECTURES[name].colour if name in ARCHITECTURES else _colour_of_hash(name)
+    return ARCHITECTURES[name].colour if name in ARCHITECTURES else f"hsl({_hash(name) % 360},55%,48%)"
 
 
 def architecture_symbol(name: str) -> str:
     """Return the marker of an architecture's curves; other names get one from their hash."""
-    return ARCHITECTURES[name].symbol if name in ARCHITECTURES else _symbol_of_hash(name)
+    return ARCHITECTURES[name].symbol if name in ARCHITECTURES else SYMBOLS[_hash(name) % len(SYMBOLS)]
 
 
 load_plugins("architectures")

@@ -25,7 +25,7 @@ from workbench.models.attention import Attention, JointAttention, Recipe
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
-from workbench.models.layers import Embedding, Linear, RMSNorm, Rotary, Rotation, block_norms, norm_queries_and_keys
+from workbench.models.layers import Embedding, Linear, NormedLinear, RMSNorm, Rotary, Rotation, block_norms
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
 from workbench.models.stream import Stream, build_stream
 from workbench.models.wiring import LayerWiring, wire
@@ -75,7 +75,9 @@ class Block(HookedModule):
             setattr(self, name, norm)
         self.attn, self.mlp = (JointAttention if wiring.joint else Attention)(config, wiring), MLP(config)
         if norms == "post":
-            norm_queries_and_keys(self.attn, config.rms_norm_eps)
+            for name in ("q_proj", "k_proj"):
+                if hasattr(self.attn, name):
+                    setattr(self.attn, name, NormedLinear(getattr(self.attn, name), config.rms_norm_eps))
         self.layer, self.residual = wiring.layer, residual
         self.shares_input = False  # whether later averages read this block's input too
         self.add_hook_points("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
