@@ -196,22 +196,7 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
     if size < MIN_BYTES:
         raise BadData(f"{size} bytes of text in {len(files)} files are too little; give at least {MIN_BYTES} bytes")
     manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
-    ordered = sorted(_choose_sides(documents, validation), key=lambda document: SPLITS.index(document.split))
-    blocks = []  # (document, paragraph with the blank lines after it)
-    for owner, document in enumerate(ordered):
-        ends = [0, *(match.end() for match in BLANK.finditer(document.text)), len(document.text)]
-        blocks += [(owner, document.text[a:b]) for a, b in itertools.pairwise(ends) if a < b]
-    repeated = _repeats([block for _, block in blocks], [ordered[o].split == "validation" for o, _ in blocks])
-    texts = [""] * len(ordered)
-    for (owner, block), drop in zip(blocks, repeated, strict=True):
-        texts[owner] += "" if drop else block
-    left = tuple(replace(d, text=t) for d, t in zip(ordered, texts, strict=True) if len(t.strip()) >= MIN_DOCUMENT)
-    dropped = {"dropped_paragraphs": int(repeated.sum()), "dropped_documents": len(ordered) - len(left)}
-    corpus = Corpus(left, {"python": platform.python_version()} | manifest | dropped)
-    for split in SPLITS:
-        if not corpus.split(split):
-            raise BadData(f"no {split} text is left once repeats are dropped; give more text, or more varied text")
-    return corpus
+    return _finish(_choose_sides(documents, validation), manifest)
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
@@ -334,6 +319,26 @@ def _choose_sides(documents: list[Document], share: float) -> list[Document]:
 def _fraction(purpose: str, name: str) -> float:
     """Return a number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(f"workbench {purpose} {name}".encode()).digest()[:6], "big") / 2**48
+
+
+def _finish(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
+    """Return a corpus without repeated paragraphs, which validation loses first; an empty side is refused."""
+    ordered = sorted(documents, key=lambda document: SPLITS.index(document.split))
+    blocks = []  # (document, paragraph with the blank lines after it)
+    for owner, document in enumerate(ordered):
+        ends = [0, *(match.end() for match in BLANK.finditer(document.text)), len(document.text)]
+        blocks += [(owner, document.text[a:b]) for a, b in itertools.pairwise(ends) if a < b]
+    repeated = _repeats([block for _, block in blocks], [ordered[o].split == "validation" for o, _ in blocks])
+    texts = [""] * len(ordered)
+    for (owner, block), drop in zip(blocks, repeated, strict=True):
+        texts[owner] += "" if drop else block
+    left = tuple(replace(d, text=t) for d, t in zip(ordered, texts, strict=True) if len(t.strip()) >= MIN_DOCUMENT)
+    dropped = {"dropped_paragraphs": int(repeated.sum()), "dropped_documents": len(ordered) - len(left)}
+    corpus = Corpus(left, {"python": platform.python_version()} | manifest | dropped)
+    for split in SPLITS:
+        if not corpus.split(split):
+            raise BadData(f"no {split} text is left once repeats are dropped; give more text, or more varied text")
+    return corpus
 
 
 def _repeats(blocks: list[str], strict: list[bool]) -> np.ndarray:
