@@ -7,7 +7,7 @@ import functools
 import shlex
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from workbench.plots.browser import find_browser
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
 from workbench.views.source import checkpoint_key
-from workbench.views.writing import picture
+from workbench.views.writing import caption_of, picture
 
 from . import background, widgets
 from .cached_source import cached_source
@@ -118,14 +118,15 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return drawing
     drawing = view(source, link)
     kept[key] = drawing, dict(source.problems)
-    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and _bytes([d.table for d, _ in list(kept.values())]) > MAX_BYTES):
+
+    def bytes_kept() -> int:
+        tables = {id(d.table): d.table for d, _ in list(kept.values())}
+        return sum(int(table.memory_usage(index=False).sum()) for table in tables.values())
+
+    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and bytes_kept() > MAX_BYTES):
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
-
-
-def _bytes(tables: Iterable[pd.DataFrame]) -> int:
-    return sum(int(table.memory_usage(index=False).sum()) for table in {id(t): t for t in tables}.values())
 
 
 # ---- a figure --------------------------------------------------------------------------------------------------------
@@ -205,8 +206,16 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
     with panel:
         if about:
             st.markdown(about)
-        _files(drawing, name)
-        _keep(link, name)
+        _files(link, drawing, name)
+        left, right = st.columns([4, 1], vertical_alignment="bottom")
+        note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept")
+        if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
+            try:
+                pins.add(cached_source().folder, link, name, note)
+            except WorkbenchError as error:
+                st.warning(widgets.escaped(error))
+            else:
+                st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
         st.caption("Link")
         st.code(link_address(link), language=None, wrap_lines=True)
         st.caption("Command (.svg, .png, .html, .csv, .parquet)")
@@ -219,7 +228,14 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
             "drawing.figure  # and drawing.table",
             language="python", wrap_lines=True,
         )  # fmt: skip
-        _definition(drawing, name)
+        measures = list(drawing.table["metric"].dropna().unique()[:4]) if "metric" in drawing.table else []
+        if measures:
+            definitions = st.expander("Definition, baseline, caution", on_change="rerun", key=f"about_{name}")
+            if definitions.open:  # the registry needs PyTorch
+                with definitions:
+                    for measure in measures:
+                        st.markdown(f"**{widgets.escaped(measure)}**")
+                        st.text(depth.about(str(measure)) or "Logged by training; no description.")
         if st.toggle("Play over checkpoints", key=f"play_{name}"):
             _play(view, link)
         st.dataframe(
@@ -228,12 +244,13 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
         )  # fmt: skip
 
 
-def _files(drawing: Drawing, name: str) -> None:
+def _files(link: Link, drawing: Drawing, name: str) -> None:
     """Download buttons, first in the menu: what arrives later, such as the table, would move them from under a click."""
 
     def image(ending: str, ground: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            return picture(drawing.figure, Path(folder) / f"figure.{ending}", background=ground).read_bytes()
+            out, caption = Path(folder) / f"figure.{ending}", caption_of(cached_source(), link)
+            return picture(drawing.figure, out, background=ground, caption=caption).read_bytes()
 
     def table() -> str:
         return plots.table(drawing.table).to_csv(index=False)
@@ -255,31 +272,6 @@ def _files(drawing: Drawing, name: str) -> None:
                 label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off,
                 help=NO_BROWSER if off else None,
             )  # fmt: skip
-
-
-def _keep(link: Link, name: str) -> None:
-    left, right = st.columns([4, 1], vertical_alignment="bottom")
-    note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept")
-    if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
-        try:
-            pins.add(cached_source().folder, link, name, note)
-        except WorkbenchError as error:
-            st.warning(widgets.escaped(error))
-        else:
-            st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
-
-
-def _definition(drawing: Drawing, name: str) -> None:
-    """Definitions of the figure's measures, on demand: the registry needs PyTorch."""
-    measures = list(drawing.table["metric"].dropna().unique()[:4]) if "metric" in drawing.table else []
-    if not measures:
-        return
-    panel = st.expander("Definition, baseline, caution", on_change="rerun", key=f"about_{name}")
-    if panel.open:
-        with panel:
-            for measure in measures:
-                st.markdown(f"**{widgets.escaped(measure)}**")
-                st.text(depth.about(str(measure)) or "Logged by training; no description.")
 
 
 def _play(view: View, link: Link) -> None:

@@ -21,35 +21,25 @@ SIDEBAR_PX, TAB = 220, " · workbench"
 
 def main() -> None:
     st.set_page_config(page_icon="🔬", layout="wide", initial_sidebar_state=SIDEBAR_PX)
-    pages = {name: _streamlit_page(name) for name in PAGES}
+    pages = {}
+    for name, described in PAGES.items():
+        script, icon = f"screens/{name}.py", f":material/{described.icon}:"
+        screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
+        title = f"{described.title}{TAB}"
+        pages[name] = st.Page(screen, title=title, icon=icon, url_path=name, default=name == "start")
     kept = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")
     page = st.navigation([*pages.values(), kept], position="hidden")
     with st.sidebar:
         st.subheader("workbench", anchor=False)
-        for name, described in PAGES.items():
-            icon = f":material/{described.icon}:"
-            widgets.page_link(name, described.title, icon, described.about, target=pages[name])
-        widgets.page_link("kept", "Kept", ":material/push_pin:", "Kept views with their notes", target=kept)
+        st.session_state["navigation"] = st.container(), pages | {"kept": kept}
     widgets.warn_of_unknown_keys()
     page.run()
-    _problems()
-
-
-def _streamlit_page(name: str) -> st.Page:
-    described, script = PAGES[name], f"screens/{name}.py"
-    screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
-    icon = f":material/{described.icon}:"
-    return st.Page(screen, title=f"{described.title}{TAB}", icon=icon, url_path=name, default=name == "start")
-
-
-def _problems() -> None:
-    found = cached_source().catalogue()
-    problems = found.problems
+    catalogue = cached_source().catalogue()
     with st.sidebar:
-        shipped = found.entries and all(e.shipped for e in found.entries)
+        shipped = catalogue.entries and all(e.shipped for e in catalogue.entries)
         where = "shipped with the project, read-only" if shipped else f"in {widgets.escaped(root())}"
-        st.caption(f"{len(found.entries)} runs {where}")
-    if problems:
+        st.caption(f"{len(catalogue.entries)} runs {where}")
+    if problems := catalogue.problems:
         with st.expander(f"{len(problems)} folders cannot be read as runs", icon=":material/folder_off:"):
             table = pd.DataFrame({"folder": list(problems), "problem": list(problems.values())})
             st.dataframe(table, hide_index=True, width="stretch", alt="Folders that cannot be read")

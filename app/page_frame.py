@@ -43,6 +43,7 @@ def page(
             st.markdown(about)
         link = choose(name)
         share = st.container(width="content", key="share")
+    widgets.navigation(None if link is None else link.text("set"))
     messages = st.container()
     if link is None:
         st.info(EMPTY)
@@ -62,30 +63,6 @@ def page(
         st.code(link_address(complete), language=None, wrap_lines=True)
         st.caption("Command that writes it as an offline file")
         st.code(command(complete, f"--out {link.page}.html"), language=None, wrap_lines=True)
-    _drawer(link)
-
-
-def toolbar(key: str) -> DeltaGenerator:
-    """A row of controls that wraps."""
-    return st.container(horizontal=True, vertical_alignment="bottom", key=key)
-
-
-def figures_side_by_side(least: int = FIGURE_PX) -> DeltaGenerator:
-    """Two figures in a row if each has `least` pixels, else one below the other."""
-    return st.grid(2, min_column_width=least)
-
-
-def all_views(name: str) -> None:
-    """Draw a page without a screen: its views, one below the other."""
-
-    def body(link: Link) -> None:
-        for view in views_of(name).values():
-            show(view, link)
-
-    page(name, PAGES[name].about, body)
-
-
-def _drawer(link: Link) -> None:
     drawer = st.expander("Provenance and self-check", icon=":material/receipt_long:", on_change="rerun", key="drawer")
     if not drawer.open:
         return
@@ -109,6 +86,40 @@ def _drawer(link: Link) -> None:
                 st.dataframe(
                     checks, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check of a model"
                 )
+
+
+def toolbar(key: str) -> DeltaGenerator:
+    """A row of controls that wraps."""
+    return st.container(horizontal=True, vertical_alignment="bottom", key=key)
+
+
+def figures_side_by_side(least: int = FIGURE_PX) -> DeltaGenerator:
+    """Two figures in a row if each has `least` pixels, else one below the other."""
+    return st.grid(2, min_column_width=least)
+
+
+def wait_for_own_runs(seconds: float, words: Callable[[], str] = str) -> None:
+    """While the folder has no runs, look for some every few seconds and then draw the page again; `words` says what is expected."""
+
+    @st.fragment(run_every=seconds)
+    def look() -> None:
+        if cached_source().own():
+            st.rerun()
+        if text := words():
+            st.caption(text)
+
+    if not cached_source().own():
+        look()
+
+
+def all_views(name: str) -> None:
+    """Draw a page without a screen: its views, one below the other."""
+
+    def body(link: Link) -> None:
+        for view in views_of(name).values():
+            show(view, link)
+
+    page(name, PAGES[name].about, body)
 
 
 def provenance_table(tables: list[pd.DataFrame]) -> pd.DataFrame:

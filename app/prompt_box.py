@@ -17,7 +17,7 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
 from workbench.runs.run import Run
 from workbench.views import Link
-from workbench.views.source import IDS, LETTERS, PROMPTS, example
+from workbench.views.source import IDS, LETTERS, PROMPTS, example, prompt_notes
 
 from . import widgets
 from .cached_source import cached_source
@@ -26,7 +26,7 @@ MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters
 TEXT_PX = 84
 LABELS = (
     ("Text", "Long texts are stored."),
-    ("Symbols, after the start symbol", "Triggers are the last symbols of the alphabet."),
+    ("Symbols", "Triggers are the last symbols of the alphabet."),
     ("Symbols, read twice", "The demo's models learned to copy 32 symbols."),
 )
 """Label and hint of the box, by how often letters are read in a row."""
@@ -46,12 +46,26 @@ def prompt_box(link: Link) -> Link:
     label = "Token ids (no tokenizer)" if default == IDS else label
     _text_area(label, default, f"Ctrl+Enter runs it. {hint}", source.folder / PROMPTS)
     if label == "Text":
-        _examples()
+        texts = {example.phenomenon: example for example in examples()}
+        shown = next((e for e in texts.values() if e.text == st.query_params.get("prompt")), None)
+
+        def take() -> None:
+            if example := texts.get(st.session_state["w_example"]):
+                take_example(example)
+
+        with st.container(horizontal=True, gap="xsmall", vertical_alignment="center"):
+            st.menu_button(
+                "Examples", list(texts), key="w_example", on_click=take, type="tertiary", icon=":material/lightbulb:"
+            )
+            if shown:
+                st.caption(f"**{shown.phenomenon}**: {shown.look}", width="stretch")
     link = link.but(prompt=st.query_params.get("prompt"), stored=st.query_params.get("stored"))
     try:
         source.prompt(link)
     except BadData:  # `_text_area` has warned and shows what is used instead
         link = link.but(stored=None)
+    for note in prompt_notes(subject.entry, source.prompt(link)):
+        st.warning(note, icon=":material/straighten:")
     if not subject.entry.imported:
         with contextlib.suppress(WorkbenchError):  # a prompt that cannot be read is refused where it is read
             length, trained = len(source.tokens(subject, source.prompt(link))), Run.open(subject.entry.path).train.T
@@ -77,22 +91,6 @@ def choose_token(
     return link.but(**{key: None if token == none else token})
 
 
-def _examples() -> None:
-    texts = {example.phenomenon: example for example in examples()}
-    shown = next((e for e in texts.values() if e.text == st.query_params.get("prompt")), None)
-
-    def take() -> None:
-        if example := texts.get(st.session_state["w_example"]):
-            take_example(example)
-
-    with st.container(horizontal=True, gap="xsmall", vertical_alignment="center"):
-        st.menu_button(
-            "Examples", list(texts), key="w_example", on_click=take, type="tertiary", icon=":material/lightbulb:"
-        )
-        if shown:
-            st.caption(f"**{shown.phenomenon}**: {shown.look}", width="stretch")
-
-
 def take_example(example: Example) -> None:
     """Make an example the prompt of all pages, and its second text the one to patch into."""
     gone = dict.fromkeys(("stored", *OF_A_PROMPT))
@@ -108,22 +106,20 @@ def _text_area(label: str, default: str, about: str, folder: Path) -> None:
             text = path.read_text(encoding="utf-8", errors="replace")
         else:
             widgets.warn_ignored("stored prompt", stored)
+
+    def keep() -> None:
+        text = st.session_state["w_prompt"]
+        gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
+        if len(text) <= MAX_IN_LINK:
+            widgets.update_url(**gone | {"prompt": text})
+            return
+        name = digest(text.encode("utf-8", "replace"))
+        try:
+            write_text(folder / f"{name}.txt", text)
+            widgets.update_url(**gone | {"stored": name})
+        except (WorkbenchError, UnicodeError):
+            widgets.update_url(**gone)
+            st.toast("The runs folder is read-only, so the link does not hold this prompt.")
+
     st.session_state["w_prompt"] = text[:MAX_PROMPT]
-    st.text_area(
-        label, key="w_prompt", on_change=_keep_prompt, args=(folder,), help=about, max_chars=MAX_PROMPT, height=TEXT_PX
-    )
-
-
-def _keep_prompt(folder: Path) -> None:
-    text = st.session_state["w_prompt"]
-    gone = dict.fromkeys(("prompt", "stored", *OF_A_PROMPT))
-    if len(text) <= MAX_IN_LINK:
-        widgets.update_url(**gone | {"prompt": text})
-        return
-    name = digest(text.encode("utf-8", "replace"))
-    try:
-        write_text(folder / f"{name}.txt", text)
-        widgets.update_url(**gone | {"stored": name})
-    except (WorkbenchError, UnicodeError):
-        widgets.update_url(**gone)
-        st.toast("The runs folder is read-only, so the link does not hold this prompt.")
+    st.text_area(label, key="w_prompt", on_change=keep, help=about, max_chars=MAX_PROMPT, height=TEXT_PX)

@@ -11,15 +11,13 @@ import streamlit as st
 
 from workbench import plots
 from workbench.errors import WorkbenchError
-from workbench.models.registry import architecture_label
-from workbench.plots import DETAIL
 from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
 from workbench.views.base import ONE_SEED
 from workbench.views.link import split_list
-from workbench.views.source import facets
+from workbench.views.source import facets, run_name
 
 from . import widgets
 from .cached_source import cached_source
@@ -73,13 +71,17 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     names = {}
     for group, runs in groups.items():
         folder = Path(runs[0].path).parent
-        names[group] = folder.name if is_study(folder) else runs[0].kind
+        imported = ", ".join(e.name for e in runs[:2]) + (" …" if len(runs) > 2 else "") if runs[0].imported else ""
+        names[group] = folder.name if is_study(folder) else imported or runs[0].kind
     alike = Counter(names.values())
 
     def words(group: str) -> str:
-        count = len(groups[group])
+        runs = groups[group]
+        models, seeds = len({e.series for e in runs}), len({e.seed for e in runs})
+        shape = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
         more = apart[group] if alike[names[group]] > 1 else ""
-        return f"{names[group]}{', ' if more else ''}{more}: {count} run{'s' if count > 1 else ''}"
+        many = f"{models} model{'s' * (models > 1)}, {seeds} seed{'s' * (seeds > 1)}"
+        return ", ".join(filter(None, (names[group], shape, more))) + f": {many}"
 
     group = str(widgets.choose(
         "Experiment", "set", list(groups), default, show=words, help="Runs with one data set, shape and recipe, which may be compared",
@@ -89,7 +91,11 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     more = [part for part in apart[group].split(", ") if part and part not in title]
     st.caption(widgets.escaped(", ".join([title, *more])))
     if not any(e.steps for e in groups[group]):
-        st.caption(_without_checkpoints(groups[group]))
+        recorded = all(e.kind == "recorded" for e in groups[group])
+        without = "Recordings have no checkpoints." if recorded else "No checkpoint yet."
+        st.caption(
+            "Shipped with the project: records, no weights." if all(e.shipped for e in groups[group]) else without
+        )
     return group
 
 
@@ -99,11 +105,7 @@ def _model(
     entries = {e.name: e for e in runs}
     default = next((e.name for e in runs if e.architecture == prefer), runs[0].name)
 
-    def show(name: str) -> str:
-        entry = entries[name]
-        return name if entry.imported else f"{architecture_label(entry.series)}{DETAIL}s{entry.seed}"
-
-    name = widgets.choose(words, key, list(entries), default, show=show, width=MODEL_PX)
+    name = widgets.choose(words, key, list(entries), default, show=lambda n: run_name(entries[n]), width=MODEL_PX)
     before, st.session_state[f"shown_{key}"] = st.session_state.get(f"shown_{key}"), name
     known = {e.name for e in cached_source().catalogue().entries}
     if before not in (None, name, *known) and key not in st.query_params:  # a default that the address never named
@@ -114,12 +116,6 @@ def _model(
     default_step = led if led in steps else steps[-1]
     step = widgets.choose(f"Step of {words[-1]}", step_key, steps, default_step, slider=True, width=STEP_PX)
     return link.but(**{key: name, step_key: step})
-
-
-def _without_checkpoints(runs: list[Entry]) -> str:
-    if all(e.shipped for e in runs):
-        return "Shipped with the project: records, no weights."
-    return "Recordings have no checkpoints." if all(e.kind == "recorded" for e in runs) else "No checkpoint yet."
 
 
 # ---- which models are drawn ------------------------------------------------------------------------------------------
@@ -133,9 +129,11 @@ def choose_models(link: Link) -> Link:
     by = ",".join(asked) if "by" in st.query_params else None
     bare = link.but(by=by, find=st.query_params.get("find"), models=None)
     runs = source.found(bare)
-    names = _in_order(runs)
+    place = {name: i for i, name in enumerate(plots.ordered({e.architecture for e in runs}))}
+    in_order = sorted(runs, key=lambda e: (place[e.architecture], e.series.partition(plots.DETAIL)[0], e.seed))
+    names = list(dict.fromkeys(e.series for e in in_order))
     many = len({e.series for e in source.found(bare.but(find=None))}) > FIRST
-    chosen = _asked(names)
+    chosen = asked_series(names)
     # an open panel closes if its name changes, so that of many models has no count
     panel = st.popover(
         "Models" if many else f"{len(chosen)} of {len(names)} models", icon=":material/checklist:", key="runs_panel",
@@ -160,20 +158,14 @@ def choose_models(link: Link) -> Link:
     return bare.but(models=",".join(chosen))
 
 
-def _in_order(runs: Sequence[Entry]) -> list[str]:
-    """The series of runs: by architecture in the order of the registry, then options, then seed."""
-    place = {name: i for i, name in enumerate(plots.ordered({e.architecture for e in runs}))}
-    by_place = sorted(runs, key=lambda e: (place[e.architecture], e.series.partition(plots.DETAIL)[0], e.seed))
-    return list(dict.fromkeys(e.series for e in by_place))
-
-
-def _asked(names: Sequence[str]) -> list[str]:
+def asked_series(names: Sequence[str]) -> list[str]:
+    """Return the series that the address names, else the first few; warn of others."""
     text = st.query_params.get("models")
     wanted = split_list(text or "")
-    there = [name for name in names if name in wanted]
     gone = [name for name in wanted if name not in names]
     if len(names) > FIRST and gone:
         widgets.warn_ignored("models", ", ".join(gone), names)
+    there = [name for name in names if name in wanted]
     return there if there or text == "" else list(names[:FIRST])
 
 

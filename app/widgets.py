@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from workbench.plots import SPREADS
 from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
 
@@ -81,6 +82,11 @@ def choose(
         label, options, key=f"w_{key}", format_func=distinct_labels(options, show), on_change=_mirror, args=(key, str, clears),
         **kwargs,
     )  # fmt: skip
+
+
+def choose_spread() -> str:
+    """The error bars of curves over seeds."""
+    return str(choose("Error bars", "spread", list(SPREADS), show=SPREADS.__getitem__, width=150))
 
 
 def distinct_labels(options: Sequence[Any], show: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -159,12 +165,12 @@ def text_line(
 ) -> str:
     """A short text, mirrored in the URL, without the key if it is empty; with several `rows` it keeps line ends."""
     st.session_state[f"w_{key}"] = st.query_params.get(key, default)[:MAX_TEXT]
-    common = {"key": f"w_{key}", "on_change": _keep_line, "args": (key, clears), "max_chars": MAX_TEXT, **kwargs}
+
+    def keep() -> None:
+        update_url(**dict.fromkeys(clears), **{key: st.session_state[f"w_{key}"] or None})
+
+    common = {"key": f"w_{key}", "on_change": keep, "max_chars": MAX_TEXT, **kwargs}
     return st.text_input(label, **common) if rows == 1 else st.text_area(label, height=28 * rows + 20, **common)
-
-
-def _keep_line(key: str, clears: Sequence[str]) -> None:
-    update_url(**dict.fromkeys(clears), **{key: st.session_state[f"w_{key}"] or None})
 
 
 def warn_of_unknown_keys() -> None:
@@ -178,6 +184,20 @@ def page_link(
     """A link to another page that keeps the selection, with some options changed."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
     st.page_link(target or f"screens/{page}.py", label=label, icon=icon, help=about, query_params=carried)
+
+
+def navigation(experiment: str | None) -> None:
+    """Fill the list of pages in the sidebar; its links keep the experiment, also one that the address does not name."""
+    if "navigation" not in st.session_state:  # a page alone, without `main.py`
+        return
+    place, targets = st.session_state["navigation"]
+    carried = {} if experiment is None else {"set": experiment}
+    with place:
+        for name, target in targets.items():
+            title, icon, about = "Kept", "push_pin", "Kept views with their notes"
+            if name in PAGES:
+                title, icon, about = PAGES[name].title, PAGES[name].icon, PAGES[name].about
+            page_link(name, title, f":material/{icon}:", about, target=target, **carried)
 
 
 def row_table(

@@ -33,8 +33,8 @@ def test_the_named_head_is_selected_and_followed(page, populated):
     assert len(charts(at)) == 3
     assert not ignored(at)
     (row,) = selected(at, TABLE)
-    assert at.dataframe[0].value["head"][row] == "SVFormer s0 · L0 H1"
-    assert any(h.value.startswith("SVFormer s0 · L0 H1") for h in at.header)
+    assert at.dataframe[0].value["head"][row] == "SVFormer · s0 · L0 H1"
+    assert any(h.value.startswith("SVFormer · s0 · L0 H1") for h in at.header)
     label, asked = link_to_attention(at)
     assert "current prompt" in label
     assert asked.items() >= RUN.items()

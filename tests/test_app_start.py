@@ -96,7 +96,7 @@ def test_two_models_are_xrayed_side_by_side(page, populated):
     at = page(populated, show="model", a="text-resformer-s0", b="text-transformer-s0", compare=1)
     assert len(charts(at)) == 4
     assert all("A − B" in chart.spec or "A \\u2212 B" in chart.spec for chart in charts(at))
-    assert "A: Yes" in said(at)
+    assert "A: Concentrated" in said(at)
 
 
 def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_path):
@@ -111,7 +111,7 @@ def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_p
     assert "is not measured yet: concentration parts" in said(at)
     assert any(c.value == f"workbench xray {tmp_path}/mine" for c in at.code)
     assert not charts(at)
-    at.button(key="measure_").click()
+    next(b for b in at.button if b.label == "Measure").click()
     dashboard.settled(at.run())
     assert len(charts(at)) == 4
     assert "not measured yet" not in said(at)
@@ -134,9 +134,9 @@ def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
     monkeypatch.setattr(view.st, "session_state", {"runs": selected})
     changed = {}
     monkeypatch.setattr(view.widgets, "update_url", lambda **keys: changed.update(keys))
-    view._take_run()
+    view.take_run()
     assert changed["a"] == "race-transformer-s1"
-    assert changed["show"] == "model"
+    assert changed["show"] == "here", "two rows can be selected to compare them"
     assert changed["set"].startswith("repeated-")
 
 

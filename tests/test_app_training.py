@@ -127,5 +127,5 @@ def test_models_that_a_link_names_and_that_are_not_there_are_said(asked, told, m
     said, names = [], [f"m{i}" for i in range(selection.FIRST + 1)]
     monkeypatch.setattr(selection.widgets, "warn_ignored", lambda label, *_: said.append(label))
     monkeypatch.setattr(selection.st, "query_params", {"models": asked})
-    assert selection._asked(names) == [name for name in asked.split(",") if name in names]
+    assert selection.asked_series(names) == [name for name in asked.split(",") if name in names]
     assert said == told

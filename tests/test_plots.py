@@ -86,9 +86,20 @@ def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
     assert min(band.y) == pytest.approx(0.77)
     assert "range over seeds" in many.layout.title.subtitle.text
     one = plots.plot(of(rows(seeds=1), "token_identity_share", site="v", step=20))
-    (band,) = named(one, "ResFormer band")
-    assert max(band.y) == pytest.approx(1.0)
-    assert "standard error" in one.layout.title.subtitle.text
+    assert not named(one, "ResFormer band"), "a band is of seeds"
+    (line,) = named(one, "ResFormer")
+    assert max(np.add(line.y, line.error_y.array)) == pytest.approx(1.0)
+    assert "one seed: ± standard error over documents" in one.layout.title.subtitle.text
+
+
+def test_error_bars_over_seeds_are_the_range_the_standard_error_or_the_interval():
+    frame = of(rows(seeds=2), "token_identity_share", site="v", step=20, layer=0)  # of each model 0.98 and 0.97
+    half = {"range": 0.005, "se": 0.005, "ci": 0.005 * 12.7062}
+    for spread, expected in half.items():
+        (bar,) = plots.plot(frame, spread=spread).data
+        assert bar.error_y.array[0] == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(UnknownName, match="spread 'sd'"):
+        plots.plot(frame, spread="sd")
 
 
 @pytest.mark.parametrize(
@@ -125,10 +136,19 @@ def test_panels_of_one_unit_share_their_scales():
     assert figure.layout.yaxis2.matches == "y"
     maps = plots.plot(of(rows(), "sink_mass", step=20))
     assert {t.coloraxis for t in maps.data} == {"coloraxis"}
-    (even,) = of(rows(), "sink_mass", step=20).query("control.notna()")["value"].unique()
-    assert (maps.layout.coloraxis.cmin + maps.layout.coloraxis.cmax) / 2 == pytest.approx(even), "the baseline is white"
-    assert f"white: uniform causal, {even:.3g}" in maps.layout.title.subtitle.text
+    assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1), "a share is never negative"
+    assert "uniform causal, 0.05" in maps.layout.title.subtitle.text
     assert 1 < maps.layout.coloraxis.colorbar.x < 1.1, "right beside the map"
+
+
+def test_a_baseline_between_the_values_of_a_map_is_white_where_the_scale_stays_above_zero():
+    frame = of(rows(), "sink_mass", step=20).assign(unit="nats")
+    measured = frame["control"].isna()
+    for even, white in ((0.035, True), (0.05, False)):
+        maps = plots.plot(frame.assign(value=frame["value"].where(measured, even)))
+        middle = (maps.layout.coloraxis.cmin + maps.layout.coloraxis.cmax) / 2
+        assert (middle == pytest.approx(even)) is white
+        assert (f"white: uniform causal, {even}" in maps.layout.title.subtitle.text) is white
 
 
 def test_only_the_lowest_panel_of_each_column_names_its_axis():
@@ -340,7 +360,9 @@ def test_an_xray_of_records_without_parts_says_the_whole():
     said = concentration_text(
         records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}])
     )
-    assert said.startswith("Yes: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition).")
+    assert said.startswith(
+        "Concentrated: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition)."
+    )
 
 
 def test_a_spectrum_is_curves_over_ranks_for_each_layer_falling_on_a_logarithmic_axis():

@@ -213,8 +213,12 @@ def test_the_sentence_and_the_labels_tell_the_table(populated):
     assert f"(token {most['query']}), {number(most['amount'])} through head {most['head']}, {most['share']:.1%}" in said
     assert f"most layer 1: {number(later['amount'].sum())} of {number(later['total'].sum())}" in said
     words = " ".join(text for t in drawing.figure.data if t.mode == "text" for text in t.text)
+    everything = here["amount"].sum() + later["amount"].sum()
     for row in here.to_dict("records"):
-        assert f"head {row['head']}: {number(row['amount'])} = {row['share']:.0%} (even: {row['even']:.0%})" in words
+        share = f"{row['amount'] / everything:.0%} ({row['share']:.0%} of what it gets, uniform {row['even']:.0%})"
+        assert f"head {row['head']}: {share}" in words
+    shares = [float(t) for t in re.findall(r"(?:head|layer) \d+: (\d+)% \(", words)]
+    assert sum(shares) == pytest.approx(100, abs=2), "the readers share all attention to the value"
     assert "own values" in plots.alt_text(drawing.figure)
     labels = [y for t in drawing.figure.data if t.mode == "text" and t.textposition == "middle right" for y in t.y]
     bars = {t.text for t in drawing.figure.data if t.fill == "toself" and t.text and len(t.x) == 4}

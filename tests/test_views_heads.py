@@ -91,8 +91,8 @@ def only(ask, link, name):
 def test_the_ranking_is_the_records_order_and_equal_heads_stand_by_run_layer_and_head(ask):
     table = only(ask, "heads?end=highest", "ranking").table
     assert table["name"].tolist() == [
-        "ResFormer s0 · L1 H1", "ResFormer s0 · L0 H0", "Transformer s0 · L0 H1", "Transformer s0 · L1 H1",
-        "ResFormer s0 · L0 H1", "Transformer s0 · L0 H0", "Transformer s0 · L1 H0", "ResFormer s0 · L1 H0",
+        "ResFormer · s0 · L1 H1", "ResFormer · s0 · L0 H0", "Transformer · s0 · L0 H1", "Transformer · s0 · L1 H1",
+        "ResFormer · s0 · L0 H1", "Transformer · s0 · L0 H0", "Transformer · s0 · L1 H0", "ResFormer · s0 · L1 H0",
     ]  # fmt: skip
     assert table["value"].tolist() == [0.9, 0.7, 0.7, 0.7, 0.3, 0.2, 0.1, 0.05]
     assert table["rank"].tolist() == [*range(1, 9)]
@@ -111,9 +111,9 @@ def test_the_figure_has_error_bars_the_baseline_and_the_first_head_on_top(ask):
     assert (traces["uniform causal"].mode, traces["uniform causal"].line.dash) == ("lines", "dot")
     assert set(numbers(traces["uniform causal"].x)) == {0.125}
     axis = drawing.figure.layout.yaxis
-    assert axis.categoryarray[0] == "ResFormer s0 · L1 H1"
+    assert axis.categoryarray[0] == "ResFormer · s0 · L1 H1"
     assert axis.range[0] > axis.range[1]
-    for word in ("ResFormer s0 · L1 H1 with 0.9 share", "uniform causal): 0.125", "8 heads of 2 models"):
+    for word in ("ResFormer · s0 · L1 H1 with 0.9 share", "uniform causal): 0.125", "8 heads of 2 models"):
         assert word in drawing.sentence
 
 
@@ -143,9 +143,9 @@ def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
     table = only(ask, link, "ranking").table
     assert len(table) == 8
     assert table["name"].tolist()[:3] == [
-        "A: Transformer s0 · L0 H1",
-        "A: Transformer s0 · L1 H1",
-        "A: Transformer s0 · L0 H0",
+        "A: Transformer · s0 · L0 H1",
+        "A: Transformer · s0 · L1 H1",
+        "A: Transformer · s0 · L0 H0",
     ]
     with pytest.raises(UnknownName, match="end"):
         heads.head_options(ask, Link.parse("heads?end=middle"))
@@ -156,12 +156,12 @@ def test_a_time_lapse_names_the_rows_of_each_step(ask):
         heads.ranking, ask, Link.parse("heads?models=transformer&a=small-transformer-s0&end=highest")
     ).figure
     assert [f.layout.yaxis.categoryarray[0] for f in lapse.frames] == [
-        "Transformer s0 · L0 H1",
-        "Transformer s0 · L0 H1",
+        "Transformer · s0 · L0 H1",
+        "Transformer · s0 · L0 H1",
     ]
     assert [f.layout.yaxis.categoryarray[1] for f in lapse.frames] == [
-        "Transformer s0 · L0 H0",
-        "Transformer s0 · L1 H1",
+        "Transformer · s0 · L0 H0",
+        "Transformer · s0 · L1 H1",
     ]
 
 
@@ -251,7 +251,7 @@ def test_an_excerpt_of_text_reads_as_the_documents_own_tokens(populated):
 
 
 def test_runs_without_weights_or_text_say_why_there_are_no_passages(ask, populated, tmp_path):
-    with pytest.raises(WorkbenchError, match="ResFormer s0 has no checkpoint, so it cannot read text"):
+    with pytest.raises(WorkbenchError, match="ResFormer · s0 has no checkpoint, so it cannot read text"):
         only(ask, "heads", "passages")
     with pytest.raises(WorkbenchError, match="the training text of text-resformer-s0 is not on this machine"):
         only(dashboard.kept(populated), "heads?a=text-resformer-s0", "passages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import dashboard
 import numpy as np
@@ -24,8 +25,10 @@ from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
 from workbench.runs.run import Run
 from workbench.statistics.censored import compare_steps
+from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, finding, start
+from workbench.views.source import measure_metrics
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -75,14 +78,20 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     (claim,) = chosen(claims=["value_paths_speed_up_induction"])
     judged = claim.judge(evidence).table.set_index("comparison")
     for name in ("svformer", "resformer", "residual_k"):
-        row = judged.loc[f"{name} at rate 0.003"]
-        assert (row["value"], row["low"], row["high"]) == pytest.approx(
+        row, factor = judged.loc[f"{name} at rate 0.003"], found.verdicts[name].factor
+        plain = Interval(row["value"], row["low"], row["high"], 5, each=tuple(map(float, row["each"].split())))
+        wide = plain.widened(factor)
+        assert 1 <= factor <= 5
+        assert (wide.value, wide.low, wide.high) == pytest.approx(
             (found.intervals[name].value, found.intervals[name].low, found.intervals[name].high)
         )
     told = finding.headline(found)
-    assert "SVFormer 106 [93, 118]" in told, "docs/induction.md: 271 and 165"
+    assert "SVFormer 106 [85, 127]" in told, "docs/induction.md: 271 and 165"
     assert told.endswith("3 unresolved.")
     drawing = finding.finding_differences(shipped, link("finding"))
+    assert "whisker: 95 % interval, Holm-adjusted over 5 models" in drawing.figure.layout.title.subtitle.text.replace(
+        "<br>", " "
+    )
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
     assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"
     assert hollow["SVFormer"] == "circle"
@@ -207,11 +216,12 @@ def test_measuring_can_be_stopped_and_then_gives_what_the_command_gives(trained)
             raise Stop
 
     (subject,) = trained.subjects(link("model"))
+    path, plan = Path(subject.entry.path), start.xray_plan(subject.entry, 4)
     with pytest.raises(Stop):
-        start.measure_xray(subject.entry, 4, stop)
+        measure_metrics([path], plan, None, xrays.DOCUMENTS, stop)
     assert len(start.missing(trained, subject)) < len(xrays.NEEDED)
     told = []
-    start.measure_xray(subject.entry, 4, lambda done, total: told.append((done, total)))
+    measure_metrics([path], plan, None, xrays.DOCUMENTS, lambda done, total: told.append((done, total)))
     assert told[0] == (0, 15)
     assert told[-1] == (15, 15)
     (subject,) = trained.subjects(link("model"))  # as the run is now
@@ -265,7 +275,7 @@ def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     monkeypatch.setattr(source, "progress", lambda *done: told.append(done))
     found = start.judgements(source, link("verdicts", a=A, alone=1))
-    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
+    assert [done[:2] for done in told] == [(i, len(told)) for i in range(1, len(told) + 1)]
     told.clear()
     entries = ask.group(link("verdicts", a=A, alone=1))
     evidence, _ = stored(entries, lambda *done: told.append(done))
@@ -306,10 +316,10 @@ def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_their
 @pytest.mark.slow
 def test_a_process_of_its_own_judges_alike_ends_with_its_visitor_and_its_death_is_told(ask, monkeypatch, tmp_path):
     runs, children = ask.group(link("verdicts", a=A, alone=1)), psutil.Process().children
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int | str, ...]] = []
     apart = judge_apart(ask.folder, runs, lambda *done: told.append(done))
     assert all_verdicts.text("", apart) == all_verdicts.text("", all_verdicts.judge_all(runs))
-    assert told == [(i, len(told)) for i in range(1, len(told) + 1)]
+    assert [done[:2] for done in told] == [(i, len(told)) for i in range(1, len(told) + 1)]
 
     def leave(*_: int) -> None:
         raise InterruptedError

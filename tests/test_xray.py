@@ -36,7 +36,7 @@ def parts(layer, first, profile, content, **more):
 
 def test_concentration_names_the_layer_and_its_largest_part():
     said = concentration_text(planted([*parts(0, 0, 0.01, 0), *parts(2, 0.6, 0.1, 0.3)]))
-    assert said.startswith("Yes: most in layer 2, 1.00 ± 0.01 nats")
+    assert said.startswith("Concentrated: most in layer 2, 1.00 ± 0.01 nats")
     assert said.index("60% on the first position") < said.index("30% on particular tokens") < said.index("10% on where")
     assert "at random init" not in said
 
@@ -92,7 +92,7 @@ def test_a_model_that_has_learned_nothing_is_said_to():
 def test_what_does_not_vary_is_not_measurable_and_draws_nothing():
     rows = planted([share(float("nan"), 1), share(float("nan"), 2)])
     assert "nothing to explain" in token_share_text(rows)
-    assert "Nothing to draw" in xrays.drawn("token_share", rows).layout.title.text
+    assert "nothing to draw" in xrays.drawn("token_share", rows).layout.title.text
 
 
 def test_one_layer_is_no_range():
@@ -295,7 +295,7 @@ def test_what_was_not_measured_is_an_empty_answer_with_its_reason_and_the_rest_i
     assert found[3].sentence.startswith("Undecided")
     page = xrays.XRay("x", tuple(found), frame, "workbench xray x").html()
     assert page.count("<section>") == 4
-    assert page.count("Nothing to draw") == 3 * 2  # title and alternative text
+    assert page.count("nothing to draw") == 3 * 2  # title and alternative text
 
 
 def test_a_decoder_of_clipped_values_without_logits_says_why_two_questions_are_empty():

@@ -62,7 +62,7 @@ class Strip {
   }
 
   paint() {
-    const { values, top, colours, unit } = this.data, last = colours.length - 1;
+    const { values, top, most, colours, unit } = this.data, last = colours.length - 1;
     this.chips.forEach((chip, i) => {
       const v = values[i], share = v === null ? null : Math.max(0, Math.min(1, v / top));
       const [ground, ink] = v === null ? ["", ""] : colours[Math.round(share * last)];
@@ -75,8 +75,9 @@ class Strip {
     made("span", "", this.legend, "0");
     const ramp = made("span", "ramp", this.legend);
     ramp.style.background = `linear-gradient(to right, ${colours.map((c) => c[0]).join(", ")})`;
-    made("span", "", this.legend, `${top}${unit && " "}${unit}`);
-    this.legend.title = "larger values have the last colour";
+    const beyond = most > top;
+    made("span", "", this.legend, `${beyond ? "≥ " : ""}${top}${unit && " "}${unit}${beyond ? `, up to ${most}` : ""}`);
+    this.legend.title = beyond ? `values from ${top} to ${most} have the last colour` : "";
   }
 
   exact(i) {

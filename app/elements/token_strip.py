@@ -8,7 +8,6 @@ The address holds the selected position. Other elements of the page mark the tok
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +48,15 @@ def draw_token_strip(
     data = packed_token_strip(
         tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none
     )
-    write = functools.partial(_write, key, range(first, first + len(tokens)), tuple(clears), none)
+    positions = range(first, first + len(tokens))
+
+    def write() -> None:
+        match (st.session_state.get(_name(key)) or {}).get("asked"):
+            case {"token": None} if none:
+                widgets.update_url(**dict.fromkeys((*clears, key)))
+            case {"token": int(position)} if position in positions:
+                widgets.update_url(**dict.fromkeys(clears), **{key: position})
+
     _element(key=_name(key), data=data, on_asked_change=write)
 
 
@@ -76,28 +83,17 @@ def packed_token_strip(
         raise BadData(f"colours of shape {list(values.shape)} for {len(tokens)} tokens; give one number for each")
     texts = [short(token, LONGEST) for token in tokens]
     finite = np.isfinite(values)
+    most = float(f"{values[finite].max():.3g}") if finite.any() else None
+    top = most  # the end of the colour scale, robust to a few large values
+    if most is not None:
+        end = np.percentile(values[finite], TOP)
+        top = float(f"{end if end > 0 else max(most, 0.0) or 1.0:.2g}")
     return {
         "key": key, "label": label, "unit": unit, "first": first, "chosen": chosen, "none": none, "tokens": texts,
         "cut": {str(i): tokens[i] for i, text in enumerate(texts) if text != tokens[i]},
         "values": [float(f"{v:.5g}") if ok else None for v, ok in zip(values, finite, strict=True)],
-        "top": _top(values[finite]), "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in colour_table(SEQUENTIAL, COLOURS)],
+        "top": top, "most": most, "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in colour_table(SEQUENTIAL, COLOURS)],
     }  # fmt: skip
-
-
-def _top(values: np.ndarray) -> float | None:
-    """The end of the colour scale in two digits, robust to a few large values; None without values."""
-    if not values.size:
-        return None
-    top = np.percentile(values, TOP)
-    return float(f"{top if top > 0 else max(values.max(), 0.0) or 1.0:.2g}")
-
-
-def _write(key: str, positions: range, clears: tuple[str, ...], none: bool) -> None:
-    match (st.session_state.get(_name(key)) or {}).get("asked"):
-        case {"token": None} if none:
-            widgets.update_url(**dict.fromkeys((*clears, key)))
-        case {"token": int(position)} if position in positions:
-            widgets.update_url(**dict.fromkeys(clears), **{key: position})
 
 
 def _name(key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import streamlit as st
 
 from workbench.places import module
@@ -31,7 +30,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-def _body(link: Link) -> None:
+def attention_page(link: Link) -> None:
     source = cached_source()
     left, right = st.columns([2, 3])
     with left:
@@ -40,7 +39,7 @@ def _body(link: Link) -> None:
     ready(bare, "Running the model", attention.attention_options)
     with right:
         with toolbar("controls"):
-            link = _choices(bare, link)
+            link = _choices(bare)
         strip = st.container()
     ready(link, "Reading the attention of every head", attention.seen)
     choice, patterns = attention.seen(source, link)
@@ -51,12 +50,37 @@ def _body(link: Link) -> None:
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
     element.draw_attention(choice, patterns, f"Attention: {caption}")
-    _head(link, choice)
-    _statistics(choice, patterns)
+    if note := attention.unrelated(choice):
+        st.caption(note)
+    panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
+    if panel.open:  # its value paths at the query token (else the last token), and its measures over training
+        head = {"layer": choice.layer, "head": choice.head}
+        at = choice.length - 1 if choice.lock is None else choice.lock
+        common = {k: v for k, v in link.options.items() if k in SELECTION}
+        with panel, figures_side_by_side():
+            with st.container():
+                show(prompt.attribution, Link("prompt", common).but(position=at, **head))
+            with st.container():
+                show(heads.history, Link("heads", common).but(**head))
+    table = attention.statistics(patterns)
+    rows = table[table["head"].notna()].reset_index(drop=True)
+    st.header("Statistics per head", anchor=False)
+    uniform = "; ".join(
+        f"{words} {patterns[0].overview.uniform[name]:.3g}" for name, words in attention.STATISTICS.items()
+    )
+    tokens = f"{choice.length}" if choice.alike else f"A's {choice.length}"
+    st.caption(
+        f"Uniform attention over {tokens} tokens: {uniform}. {attention.MEANS.capitalize()}. Click a row to enlarge a head."
+    )
+    selected = (rows["layer"] == choice.layer) & (rows["head"] == choice.head)
+    widgets.row_table(
+        "heads", rows.rename(columns=attention.STATISTICS), selected, rows,
+        lambda row: widgets.update_url(layer=int(row["layer"]), head=int(row["head"])), "Attention statistics of every head",
+    )  # fmt: skip
     files(FIGURES, link)
 
 
-def _choices(bare: Link, link: Link) -> Link:
+def _choices(bare: Link) -> Link:
     source = cached_source()
     options = attention.attention_options(source, bare)
     layer = widgets.choose("Layer", "layer", list(range(options.layers)), options.layer, width=70)
@@ -80,42 +104,5 @@ def _choices(bare: Link, link: Link) -> Link:
                     queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
 
 
-def _head(link: Link, choice: attention.Choice) -> None:
-    """The enlarged head elsewhere: its value paths at the chosen query (else the last token), and its measures over training."""
-    panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
-    if not panel.open:
-        return
-    head = {"layer": choice.layer, "head": choice.head}
-    at = choice.length - 1 if choice.lock is None else choice.lock
-    common = {k: v for k, v in link.options.items() if k in SELECTION}
-    with panel, figures_side_by_side():
-        with st.container():
-            show(prompt.attribution, Link("prompt", common).but(position=at, **head))
-        with st.container():
-            show(heads.history, Link("heads", common).but(**head))
-
-
-def _statistics(choice: attention.Choice, patterns: list[attention.Seen]) -> None:
-    """A row for each head; the enlarged one's is selected, and another row enlarges another."""
-    table = attention.statistics(patterns)
-    rows = table[table["head"].notna()].reset_index(drop=True)
-    st.header("Statistics per head", anchor=False)
-    uniform = "; ".join(
-        f"{words} {patterns[0].overview.uniform[name]:.3g}" for name, words in attention.STATISTICS.items()
-    )
-    tokens = f"{choice.length}" if choice.alike else f"A's {choice.length}"
-    st.caption(
-        f"Uniform attention over {tokens} tokens: {uniform}. {attention.MEANS.capitalize()}. Click a row to enlarge a head."
-    )
-
-    def take(row: pd.Series) -> None:
-        widgets.update_url(layer=int(row["layer"]), head=int(row["head"]))
-
-    selected = (rows["layer"] == choice.layer) & (rows["head"] == choice.head)
-    widgets.row_table(
-        "heads", rows.rename(columns=attention.STATISTICS), selected, rows, take, "Attention statistics of every head"
-    )
-
-
 if __name__ == "__main__":
-    page("attention", ABOUT, _body)
+    page("attention", ABOUT, attention_page)

@@ -17,6 +17,7 @@ from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
 from ..figures import show
+from ..measuring import measure_box
 from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
 from ..prompt_box import OF_A_PROMPT
 from ..selection import choose_models
@@ -28,25 +29,42 @@ ABOUT = (
 )
 
 
-def _body(link: Link) -> None:
+def depth_page(link: Link) -> None:
     with toolbar("controls"):
         if not link.on("compare"):
             link = choose_models(link)
         link, options = _choices(link)
+    paired = depth.has_pairs(cached_source(), link, options)
+    drawn = [depth.layers] + [depth.differences] * paired + [depth.course] * options.has_course
+
+    def take(point: Point) -> None:
+        if point.at is not None:
+            widgets.update_url(layer=point.at[0], behind=1)
+
     least = PANELS_PX if link.on("compare") or options.is_map else FIGURE_PX
-    with figures_side_by_side(least) if options.has_course else st.container():
-        with st.container():
-            show(depth.layers, link, take=_take_layer)
-        if options.has_course:
+    with figures_side_by_side(least) if len(drawn) > 1 else st.container():
+        for view in drawn:
             with st.container():
-                show(depth.course, link)
+                show(view, link, take=None if view is depth.course else take)
+    _measure(link, options)
     if widgets.toggle("Documents behind a number", "behind", help="Or click a point"):
         _behind(link.but(behind=1))
 
 
-def _take_layer(point: Point) -> None:
-    if point.at is not None:
-        widgets.update_url(layer=point.at[0], behind=1)
+def _measure(link: Link, options: depth.DepthOptions) -> None:
+    """Measure what these models lack, at the selected step."""
+    source = cached_source()
+    runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
+    runs = [e for e in runs if e.steps and not e.shipped]
+    panel = st.expander("Measure these models", icon=":material/add_chart:", on_change="rerun", key="open_measure")
+    if not panel.open or not runs:
+        return
+    with panel:
+        metric = st.selectbox("Measure", depth.measurable(), key="w_measure", format_func=widgets.spaced)
+        step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
+        if measure_box(f"depth_{metric}_{step}", runs, [(step, metric)], f"Measure at step {step}", depth.DOCUMENTS):
+            widgets.update_url(metric=metric)
+            st.rerun()
 
 
 def _behind(link: Link) -> None:
@@ -96,9 +114,10 @@ def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     form = widgets.choose("View", "view", options.forms, options.form, show=depth.FORMS.__getitem__, width=150)
     if not link.on("compare"):
         bare = bare.but(seed=widgets.choose("Seed", "seed", options.seeds, "all", width=90))
+    spread = widgets.choose_spread()
     relative = widgets.toggle("Relative depth", "depth", help="0: first layer, 1: last layer")
-    return bare.but(view=form, depth=1 if relative else None), replace(options, form=form)
+    return bare.but(view=form, spread=spread, depth=1 if relative else None), replace(options, form=form)
 
 
 if __name__ == "__main__":
-    page("depth", ABOUT, _body)
+    page("depth", ABOUT, depth_page)

@@ -26,7 +26,7 @@ ABOUT = (
 COLUMNS = {"rank": "#", "name": "head", "value": "value", "se": "± se", "baseline": "baseline", "init": "random init"}
 
 
-def _body(link: Link) -> None:
+def heads_page(link: Link) -> None:
     source = cached_source()
     if not link.on("compare"):  # all runs at their last step, unless the address names a run or a step
         a = st.query_params.get("a")
@@ -54,8 +54,28 @@ def _body(link: Link) -> None:
     with right:
         show(heads.history, link)
         drawing = show(heads.passages, link, long="Reading validation text")
-        if picked.entry.steps:
-            _passages(picked, drawing.table if drawing else None)
+        if not picked.entry.steps:
+            return
+        selected = pd.Series(dtype=bool)
+        if drawing is not None:
+            passages, lock = drawing.table, drawing.table["lock"].astype("string").fillna("")
+            selected = (passages["prompt"] == st.query_params.get("prompt")) & (lock == st.query_params.get("lock", ""))
+
+            def read(row: pd.Series) -> None:
+                at = None if pd.isna(row["lock"]) else int(row["lock"])
+                head = {"a": picked.entry.name, "layer": picked.layer, "head": picked.head}
+                gone = dict.fromkeys(("stored", *OF_A_PROMPT))
+                widgets.update_url(**gone | head | {"prompt": row["prompt"], "lock": at})
+
+            texts = passages[["weight", "prompt"]].rename(columns={"prompt": "text"})
+            widgets.row_table("passages", texts, selected, passages, read, "Passages of the selected head")
+        on = "the selected passage" if selected.any() else "the current prompt"
+        widgets.page_link(
+            "attention", f"{picked.name} in Attention, on {on}", ":material/grid_on:", a=picked.entry.name,
+            layer=str(picked.layer), head=str(picked.head),
+        )  # fmt: skip
+        if drawing is not None and not selected.any():
+            st.caption("Click a passage to read it on Attention.")
 
 
 def _choices(link: Link) -> tuple[Link, heads.RunHead]:
@@ -101,28 +121,5 @@ def _take_head(link: Link, row: pd.Series) -> None:
     widgets.update_url(a=row["run"], layer=row["layer"], head=row["head"], **other)
 
 
-def _passages(picked: heads.RunHead, table: pd.DataFrame | None) -> None:
-    prompt, lock = st.query_params.get("prompt"), st.query_params.get("lock", "")
-    selected = pd.Series(dtype=bool)
-    if table is not None:
-        selected = (table["prompt"] == prompt) & (table["lock"].astype("string").fillna("") == lock)
-
-        def take(row: pd.Series) -> None:
-            at = None if pd.isna(row["lock"]) else int(row["lock"])
-            head = {"a": picked.entry.name, "layer": picked.layer, "head": picked.head}
-            gone = dict.fromkeys(("stored", *OF_A_PROMPT))
-            widgets.update_url(**gone | head | {"prompt": row["prompt"], "lock": at})
-
-        shown = table[["weight", "prompt"]].rename(columns={"prompt": "text"})
-        widgets.row_table("passages", shown, selected, table, take, "Passages of the selected head")
-    on = "the selected passage" if selected.any() else "the current prompt"
-    widgets.page_link(
-        "attention", f"{picked.name} in Attention, on {on}", ":material/grid_on:", a=picked.entry.name,
-        layer=str(picked.layer), head=str(picked.head),
-    )  # fmt: skip
-    if table is not None and not selected.any():
-        st.caption("Click a passage to read it on Attention.")
-
-
 if __name__ == "__main__":
-    page("heads", ABOUT, _body)
+    page("heads", ABOUT, heads_page)

@@ -36,17 +36,31 @@ PATCHING = (
 OF = {"loss": "loss of the text", "logit": "logit of a token", "probability": "probability of a token"}
 POSITION = "Patched position"
 EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of controls
+PARTS = {"effect": "Edits", "sweep": "Sweep", "patching": "Patching"}
 UNTOUCHED = 0.0  # the coefficient before its slider is moved
 
 
-def _body(link: Link) -> None:
-    shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
-    _, controls, figures = PARTS[shown]
+def intervene_page(link: Link) -> None:
+    shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
     left, right = st.columns([2, 5], gap="medium")
     with left:
-        link = controls(prompt_box(link).but(show=shown))
+        link = {"effect": _edit_controls, "sweep": _sweep_controls, "patching": _patch_controls}[shown](
+            prompt_box(link).but(show=shown)
+        )
     with right:
-        figures(link)
+        if shown == "effect":
+            _effect(link)
+        elif shown == "sweep":
+            show(intervene.sweep, link, long="Editing one place at a time")
+        elif not link.text("other"):
+            st.info(
+                f"Enter a second text with as many tokens as the first and another answer, or use an example. {PATCHING}"
+            )
+            for example in (e for e in examples() if e.other):
+                name = f"Use “{example.phenomenon}”"
+                st.button(name, on_click=take_example, args=(example,), icon=":material/lightbulb:")
+        elif link.text("against") is not None:  # else the reason stands beside the texts
+            _patching(link.but(layer=None, position=None))
 
 
 def _kinds(link: Link, kinds: Iterable[str]) -> list[str]:
@@ -130,10 +144,6 @@ def _sweep_controls(link: Link) -> Link:
     return choose_token(link, cached_source().prompt(link), "Token", "target") if of != "loss" else link
 
 
-def _sweep(link: Link) -> None:
-    show(intervene.sweep, link, long="Editing one place at a time")
-
-
 # ---- patching --------------------------------------------------------------------------------------------------------
 
 
@@ -156,24 +166,8 @@ def _patch_controls(link: Link) -> Link:
     return choose_token(link, other, "Answer of the second text", "against", but=link.whole("target"))
 
 
-def _patching(link: Link) -> None:
-    if not link.text("other"):
-        st.info(
-            f"Enter a second text with as many tokens as the first and another answer, or use an example. {PATCHING}"
-        )
-        for example in (e for e in examples() if e.other):
-            name = f"Use “{example.phenomenon}”"
-            st.button(name, on_click=take_example, args=(example,), icon=":material/lightbulb:")
-        return
-    if link.text("against") is None:
-        return  # the reason stands beside the texts
-    link = _patched_activation(link.but(layer=None, position=None))
-    show(intervene.patching, link, about=PATCHING, take=_take_cell)
-    show(intervene.patched, link, about=PATCHING)
-
-
-def _patched_activation(bare: Link) -> Link:
-    """The activation whose patch is drawn beside the map: the address's, else the strongest."""
+def _patching(bare: Link) -> None:
+    """The map of patches, and the effect of one of them: the address's, else the strongest."""
     ready(bare, "Patching one activation at a time", intervene.patched_activation)
     source = cached_source()
     best, tokens = (
@@ -187,20 +181,15 @@ def _patched_activation(bare: Link) -> Link:
             token_strip.draw_token_strip(
                 tokens, key="position", label=POSITION, colours=best.restored, unit="largest restored share", chosen=at
             )
-    return bare.but(layer=layer, position=at)
 
+    def take(point: Point) -> None:
+        if point.token is not None and str(point.y).isdigit():
+            widgets.update_url(layer=point.y, position=point.token)
 
-def _take_cell(point: Point) -> None:
-    if point.token is not None and str(point.y).isdigit():
-        widgets.update_url(layer=point.y, position=point.token)
-
-
-PARTS = {
-    "effect": ("Edits", _edit_controls, _effect), "sweep": ("Sweep", _sweep_controls, _sweep),
-    "patching": ("Patching", _patch_controls, _patching),
-}  # fmt: skip
-"""Of each part: its name, a function that draws its controls and adds them to the link, and one that draws its figures."""
+    link = bare.but(layer=layer, position=at)
+    show(intervene.patching, link, about=PATCHING, take=take)
+    show(intervene.patched, link, about=PATCHING)
 
 
 if __name__ == "__main__":
-    page("intervene", ABOUT, _body)
+    page("intervene", ABOUT, intervene_page)

@@ -23,6 +23,7 @@ def main() -> None:
     """All pinned views of the folder, the newest first."""
     source = cached_source()
     kept: list[pins.Pin] = []
+    widgets.navigation(st.query_params.get("set"))
     with toolbar("header"):
         st.title("Kept", width="content", anchor=False)
         with st.popover("About", icon=":material/help:", type="tertiary"):
@@ -60,7 +61,13 @@ def _pin(pin: pins.Pin) -> None:
         else:
             target = f"screens/{link.page}.py"
             st.page_link(target, label="Open", icon=":material/open_in_new:", query_params=dict(link.options))
-        st.button("Remove", key=f"let_go_{key}", on_click=_remove, args=(pin,), type="tertiary")
+        if st.button("Remove", key=f"let_go_{key}", type="tertiary"):
+            try:
+                pins.remove(cached_source().folder, pin)
+            except WorkbenchError as error:
+                st.toast(widgets.escaped(error))
+            else:
+                st.rerun()
 
     def work(progress: background.Progress) -> Drawing:
         source = cached_source()
@@ -77,13 +84,6 @@ def _pin(pin: pins.Pin) -> None:
     chart(drawing, f"pin_{key}")
     if drawing.sentence:
         st.markdown(widgets.escaped(drawing.sentence))
-
-
-def _remove(pin: pins.Pin) -> None:
-    try:
-        pins.remove(cached_source().folder, pin)
-    except WorkbenchError as error:
-        st.toast(widgets.escaped(error))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 
 import streamlit as st
 
 from workbench import prompts
 from workbench.places import module
+from workbench.runs.catalogue import Entry
 from workbench.views import Link, follow, prompt
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
@@ -42,11 +41,22 @@ FOLLOW = (
     "that share under uniform attention. Select an early token: only later ones read it."
 )
 ALL, WIDE_PX = "all", 700
-Draw = Callable[[], object]
-"""Draws the figures of a part, once its controls stand above them."""
+PARTS = {
+    "next": "Next token",
+    "layers": "Logit lens",
+    "who": "Logit attribution",
+    "carries": "Values",
+    "follow": "Value flow",
+}
+PART_VIEWS = {
+    "next": (prompt.predictions, prompt.surprise), "layers": (prompt.lens,), "who": (prompt.attribution,),
+    "carries": (prompt.values, prompt.identity), "follow": (follow.follow,),
+}  # fmt: skip
+ABOUTS = {"layers": LENS, "who": ATTRIBUTION, "carries": VALUES, "follow": FOLLOW}
+WITHOUT_CLICKS = (prompt.predictions, follow.follow)
 
 
-def _body(link: Link) -> None:
+def prompt_page(link: Link) -> None:
     left, right = st.columns([2, 3])
     with left:
         link = prompt_box(link)
@@ -62,9 +72,31 @@ def _body(link: Link) -> None:
             tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=("target", "against")
         )
     with toolbar("controls"):
-        shown = widgets.segments("Part", "show", list(PARTS), show=lambda name: PARTS[name][0])
-        draw = PARTS[shown][1](link.but(show=shown, position=at))
-    draw()
+        shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
+        link, views, take = link.but(show=shown, position=at), PART_VIEWS[shown], _take_token
+        if shown == "layers":
+            names = {name: row[0] for name, row in prompt.LENS.items()}
+            link = link.but(
+                quantity=widgets.choose(
+                    "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
+                )
+            )
+        elif shown == "carries":
+            names = {name: row[0] for name, row in prompt.VALUES.items()}
+            link = link.but(
+                site=widgets.choose("Site", "site", list(names), "effective", show=names.__getitem__, width=260)
+            )
+        elif shown == "who":
+            link, take = _attribution(link, subject.entry, text), _take_part
+        elif shown == "follow":
+            if st.query_params.get("layer") == ALL:  # selected under logit attribution
+                widgets.update_url(layer=None)
+            layers, default = range(subject.entry.n_layers), follow.default_layer(subject)
+            link = link.but(layer=widgets.choose("Layer", "layer", layers, default, width=80))
+    least = (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") else FIGURE_PX
+    with figures_side_by_side(least) if len(views) > 1 else st.container():
+        for view in views:
+            show(view, link, about=ABOUTS.get(shown, ""), take=None if view in WITHOUT_CLICKS else take)
 
 
 def _take_token(point: Point) -> None:
@@ -78,62 +110,17 @@ def _take_part(point: Point) -> None:
         widgets.update_url(**{"head" if match[1] == "head" else "layer": match[2]})
 
 
-def _next(link: Link) -> Draw:
-    def draw() -> None:
-        with figures_side_by_side(WIDE_PX if link.on("compare") else FIGURE_PX):
-            show(prompt.predictions, link)
-            show(prompt.surprise, link, take=_take_token)
-
-    return draw
-
-
-def _lens(link: Link) -> Draw:
-    show_name = {name: row[0] for name, row in prompt.LENS.items()}.__getitem__
-    quantity = widgets.choose("Colour", "quantity", list(prompt.LENS), "probability", show=show_name, width=230)
-    return partial(show, prompt.lens, link.but(quantity=quantity), about=LENS, take=_take_token)
-
-
-def _values(link: Link) -> Draw:
-    show_name = {name: row[0] for name, row in prompt.VALUES.items()}.__getitem__
-    site = widgets.choose("Site", "site", list(prompt.VALUES), "effective", show=show_name, width=260)
-
-    def draw() -> None:
-        with figures_side_by_side(PANELS_PX if link.on("compare") else FIGURE_PX):
-            show(prompt.values, link.but(site=site), about=VALUES, take=_take_token)
-            show(prompt.identity, link.but(site=site), about=VALUES, take=_take_token)
-
-    return draw
-
-
-def _attribution(link: Link) -> Draw:
-    source = cached_source()
-    entry, at = source.subjects(link)[0].entry, int(link.options["position"])
-    link = choose_token(link, source.prompt(link), "Token", "target", position=at, width=130)
-    target = link.whole("target")
+def _attribution(link: Link, entry: Entry, text: str) -> Link:
+    """The token whose logit is divided, and the layer and head that are divided further."""
+    at = int(link.options["position"])
+    link = choose_token(link, text, "Token", "target", position=at, width=130)
     link = choose_token(
-        link, source.prompt(link), "Minus token", "against", position=at, width=130, but=target, none=ALL
+        link, text, "Minus token", "against", position=at, width=130, but=link.whole("target"), none=ALL
     )
     layer = widgets.choose("Layer", "layer", [ALL, *range(entry.n_layers)], ALL, width=80)
     head = widgets.choose("Head", "head", [ALL, *range(entry.n_heads)], ALL, width=80) if layer != ALL else None
-    link = link.but(layer=None if layer == ALL else layer, head=None if head == ALL else head)
-    return partial(show, prompt.attribution, link, about=ATTRIBUTION, take=_take_part)
-
-
-def _follow(link: Link) -> Draw:
-    if st.query_params.get("layer") == ALL:  # selected under logit attribution
-        widgets.update_url(layer=None)
-    subject = cached_source().subjects(link)[0]
-    layers = range(subject.entry.n_layers)
-    layer = widgets.choose("Layer", "layer", layers, follow.default_layer(subject), width=80)
-    return partial(show, follow.follow, link.but(layer=layer), about=FOLLOW)
-
-
-PARTS = {
-    "next": ("Next token", _next), "layers": ("Logit lens", _lens), "who": ("Logit attribution", _attribution),
-    "carries": ("Values", _values), "follow": ("Value flow", _follow),
-}  # fmt: skip
-"""Of each part: its name, and a function that draws its controls and returns what draws its figures."""
+    return link.but(layer=None if layer == ALL else layer, head=None if head == ALL else head)
 
 
 if __name__ == "__main__":
-    page("prompt", ABOUT, _body)
+    page("prompt", ABOUT, prompt_page)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import streamlit as st
 
 from workbench import plots
 from workbench.errors import WorkbenchError
-from workbench.models.registry import ARCHITECTURES
+from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
@@ -20,8 +21,9 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import background, widgets
 from ..cached_source import cached_source, root
 from ..elements.figure import Point
-from ..figures import show
-from ..page_frame import FIGURE_PX, figures_side_by_side, page, toolbar
+from ..figures import Drawn, show
+from ..measuring import measure_box, open_box
+from ..page_frame import FIGURE_PX, figures_side_by_side, page, toolbar, wait_for_own_runs
 from ..selection import choose_link
 
 ABOUT = (
@@ -41,15 +43,48 @@ VERDICTS = (
     "judged; nothing is measured. A verdict needs three seeds, and is Holm-corrected over all claims."
 )
 XRAY = "Each answer has its number, the number at random init or under a baseline, and its standard error over documents (±)."
+BOXES = "".join(
+    f'<rect x="{110 + 90 * i}" y="14" width="66" height="26" rx="4" fill="none" stroke="#808080"/>'
+    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#808080">layer {n}</text>'
+    f'<path d="M{176 + 90 * (i - 1)} 27 h24" stroke="#808080"/>'
+    + (f'<path d="M143 40 V58 H{143 + 90 * i} V44" fill="none" stroke="#D55E00" stroke-width="2"/>' if i else "")
+    for i, n in enumerate(("1", "2", "…", "L"))
+)
+DIAGRAM = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="90 0 400 84" width="440" height="92" font-family="sans-serif" font-size="12">'
+    f'<title>The values of layer 1, V1, are added to the values of every later layer</title>{BOXES}'
+    '<text x="110" y="76" fill="#D55E00">V1, added to the values of every later layer</text></svg>'
+)  # fmt: skip
 LIVE = 2  # seconds between looks at a running demo
 OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of a figure of two models
 
 
-def _body(link: Link) -> None:
+def start_page(link: Link) -> None:
     parts, first = _parts()
     shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
+    if "show" not in st.query_params:
+        _introduction()
     draw = {"finding": _finding, "model": _model, "here": _runs, "verdicts": _verdicts, "demo": _demo}[shown]
     draw(link.but(show=shown))
+
+
+def _introduction() -> None:
+    """What the project is about in two sentences and a diagram, and three ways on."""
+    words, picture = st.columns([3, 2], vertical_alignment="center")
+    words.markdown(
+        "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) adds the values of layer 1, "
+        "which are made from the tokens alone, to the values of every later layer; these pages show what that changes."
+    )
+    picture.image(DIAGRAM, width=440)
+    cards = (
+        ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
+        ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
+        ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
+    )  # fmt: skip
+    for column, (title, text, page_name, changes) in zip(st.columns(3), cards, strict=True):
+        with column.container(border=True):
+            widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
+            st.caption(text)
 
 
 def _select(name: str) -> Link | None:
@@ -129,37 +164,15 @@ def _measured(subject: RunAtStep) -> bool:
     absent = start.missing(cached_source(), subject)
     if not absent:
         return True
-    entry, place = subject.entry, (subject.entry.path, subject.step)
+    entry = subject.entry
     names = ", ".join(name.replace("_", " ") for name in absent)
     st.info(f"{widgets.escaped(subject.name)} is not measured yet: {names}.", icon=":material/radiology:")
-    asked = st.session_state.setdefault("measuring", {})
-    if entry.imported or entry.shipped:
-        st.caption(
-            "The training text of an imported model is unknown. Measure it on a text of yours:"
-            if entry.imported
-            else "Shipped runs are read-only. Measure it in a terminal:"
-        )
-    else:
-        if st.button("Measure", key=f"measure_{subject.tag}", icon=":material/play_arrow:"):
-            asked[place] = entry.stamp
-        st.caption("Or in a terminal. The numbers are stored beside the run.")
+    plan = start.xray_plan(entry, subject.step)
+    if measure_box(f"{entry.name}_{subject.step}", [entry], plan, "Measure", start.xrays.DOCUMENTS):
+        st.rerun()
+    st.caption("Shipped runs are read-only. Measure it in a terminal:" if entry.shipped else "Or in a terminal:")
     st.code(start.xray_command(entry, subject.step), language=None, wrap_lines=True)
-    if place not in asked:
-        return False
-    try:  # visitors who asked before anything changed wait for one job
-        background.run(
-            ("xray", *place, asked[place]), f"Measuring {entry.name}",
-            lambda progress: start.measure_xray(entry, subject.step, progress),
-        )  # fmt: skip
-    except background.Running:
-        return False
-    except WorkbenchError as error:
-        st.warning(widgets.escaped(error))
-        del asked[place]
-        return False
-    del asked[place]
-    st.rerun()
-    return True
+    return False
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -171,30 +184,70 @@ def _runs(link: Link) -> None:
     writing = int((table["state"] == "being written now").sum())
     where = f"in `{root()}`" if source.own() else f"shipped with the project (`{root()}` has none)"
     st.markdown(
-        f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. Click a row to open it."
+        f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. "
+        "Select a row for its pages, two rows to compare them."
     )
+    open_box(expanded=not source.own())
     asked = next((e for e in catalogue.entries if e.name == st.query_params.get("a")), None)
-    if asked is not None and not asked.steps:
+    if asked is not None:
         with st.container(horizontal=True, vertical_alignment="center", key="next"):
-            st.markdown(f"**{widgets.escaped(asked.name)}** has no weights here, but numbers:", width="content")
+            without = "" if asked.steps else " has no weights here, but numbers"
+            st.markdown(f"**{widgets.escaped(asked.name)}**{without}:", width="content")
+            if asked.steps:
+                widgets.page_link("start", "This model", ":material/radiology:", show="model")
             widgets.page_link("training", "Training", ":material/trending_down:")
             widgets.page_link("depth", "Measures", ":material/layers:")
             widgets.page_link("start", "Verdicts", ":material/gavel:", show="verdicts", alone="1")
-    st.dataframe(
-        table, hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)), key="runs", on_select=_take_run,
-        selection_mode="single-row", alt="Runs of the folder",
+    groups = {"each run": [], "model and experiment": ["experiment", "model", "rate", "options", "group"]}
+    with toolbar("controls"):
+        by = groups[str(st.selectbox("Group by", list(groups), key="w_grouping", width=220))]
+    if by:
+        numbers = (
+            table.groupby(by, dropna=False, sort=False)["final loss"].agg(["mean", "std"]).add_prefix("final loss, ")
+        )
+        table = (
+            table.groupby(by, dropna=False, sort=False)
+            .agg(seeds=("seed", "nunique"), runs=("run", "size"))
+            .join(numbers)
+            .reset_index()
+        )
+
+    config: dict[str, Any] = {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
+    event: Any = st.dataframe(
+        table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
+        key="grouped" if by else "runs",
+        on_select="rerun" if by else take_run, selection_mode="multi-row",
+        alt="Runs of the folder", column_config=config,
     )  # fmt: skip
+    rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
+    if by and len(rows):
+        group = rows["group"].iloc[0]
+        labels = set(rows.loc[rows["group"] == group, "model"])
+        series = dict.fromkeys(e.series for e in catalogue.groups[group] if architecture_label(e.series) in labels)
+        st.page_link("screens/training.py", label="Selected models on Training", icon=":material/trending_down:",
+                     query_params={"set": group, "models": ",".join(series)})  # fmt: skip
+    elif len(rows) == 2:
+        a, b = rows["run"]
+        compare = {"a": a, "b": b, "compare": "1", "set": rows["group"].iloc[0]}
+        st.page_link(
+            "screens/depth.py",
+            label=f"Compare {a} and {b} on Depth",
+            icon=":material/compare_arrows:",
+            query_params=compare,
+        )
+    elif len(rows) > 2:
+        st.caption("Select two runs to compare them, or group by model to draw several models.")
     if catalogue.problems:
         st.warning(f"{len(catalogue.problems)} folders look like runs and cannot be read; see the foot of the page.")
-    st.caption("measures: number of stored measures; the command workbench measure RUN -m NAME adds more")
+    st.caption("Final loss: last validation loss (nats), the mean over domains. Measures: number of stored measures.")
 
 
-def _take_run() -> None:
+def take_run() -> None:
+    """Select the run of a single selected row; with two rows the page offers to compare them."""
     rows = st.session_state["runs"].selection.rows
-    if rows:
+    if len(rows) == 1:
         entry = cached_source().catalogue().entries[rows[0]]
-        shown = "model" if entry.steps else "here"
-        widgets.update_url(set=entry.group, a=entry.name, step=None, models=None, show=shown)
+        widgets.update_url(set=entry.group, a=entry.name, step=None, models=None, show="here")
 
 
 # ---- verdicts on claims ----------------------------------------------------------------------------------------------
@@ -207,7 +260,9 @@ def _judged(link: Link) -> tuple[start.Judgement, ...]:
         source.progress = progress
         return start.judgements(source, link)
 
-    judged: tuple[start.Judgement, ...] = background.run(start.verdicts_key(source, link), "Judging claims", work)
+    judged: tuple[start.Judgement, ...] = background.run(
+        start.verdicts_key(source, link), "Judging claims", work, alike=False
+    )
     return judged
 
 
@@ -256,9 +311,27 @@ def _claim(link: Link, judged: start.Judgement) -> None:
     with st.container(border=True):
         _verdict(judged)
         facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
-                 "Source": claim.source, "Runs tested": f"{len(verdict.runs)}, without drawn controls: {verdict.setting}"}  # fmt: skip
+                 "Source": claim.source, "Runs compared": f"{len(verdict.runs)}, controls included: {verdict.setting}"}  # fmt: skip
+        if unmet := verdict.unmet():
+            facts["Not met"] = f"{', '.join(unmet)}: the adjusted interval does not exclude 0 in the claimed direction"
         st.markdown("\n".join(f"- {name}: {widgets.escaped(fact)}" for name, fact in facts.items()))
         show(start.verdict, link)
+        runs, records = start.runs_behind(cached_source(), judged)
+        st.session_state["drawn"].append(Drawn(link, records, {}))
+        if len(runs):
+            st.markdown("**Runs compared**; a link shows the run on Training.")
+            config: dict[str, Any] = {
+                c: st.column_config.NumberColumn(format="%.4g") for c in runs.select_dtypes("float")
+            }
+            config["address"] = st.column_config.LinkColumn("Training", display_text="show")
+            st.dataframe(
+                runs,
+                hide_index=True,
+                width="stretch",
+                column_config=config,
+                key="behind",
+                alt="Runs behind the verdict",
+            )
         if judged.missing:
             st.caption(f"Not stored: {', '.join(judged.missing)}. Command that measures it:")
             command = start.analyze_command(cached_source(), link, claim.question)
@@ -325,7 +398,7 @@ def _progress(was_live: bool, had: tuple[bool, bool]) -> None:
 def _sinks(link: Link) -> None:
     st.markdown(
         "Most symbols of this task need no copy, so a copying head is idle there and learns to attend to the *start token*. "
-        "When does this sink form, and do shared values or a gate change it?"
+        "The curves show when this sink forms, and how shared values or a gate change it."
     )
     if show(start.forming, link) is not None:
         steps = sink_steps(start.sink_records(cached_source()))
@@ -391,15 +464,11 @@ def _copying_heads(link: Link) -> None:
     show(start.copying_heads, link, long="Computing attention maps")
 
 
-def _wait_for_runs() -> None:
+def _expected() -> str:
     status = start.demo_status(root())
-    if cached_source().own():
-        st.rerun()
-    if status and status.running:
-        st.caption("The demo has begun; its first model appears here within a minute.")
+    return "The demo has begun; its first model appears here within a minute." if status and status.running else ""
 
 
 if __name__ == "__main__":
-    page("start", ABOUT, _body, _select)
-    if not cached_source().own():
-        st.fragment(_wait_for_runs, run_every=LIVE)()
+    page("start", ABOUT, start_page, _select)
+    wait_for_own_runs(LIVE, _expected)

@@ -17,6 +17,7 @@ import pandas as pd
 from workbench import statistics
 from workbench.claims import Verdict
 from workbench.claims.judging import chosen, judge
+from workbench.claims.verdict import STATUSES
 from workbench.errors import BadCheckpoint
 from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
 from workbench.runs.catalogue import RUN_FILE, Entry
@@ -34,14 +35,17 @@ class Verdicts:
     problems: dict[str, str]
 
 
-def judge_all(entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, **caches: Any) -> Verdicts:
-    """Judge every claim from what runs hold, without measuring; `progress` and `caches` as of `stored`."""
+def judge_all(entries: Sequence[Entry], progress: Callable[..., None] | None = None, **caches: Any) -> Verdicts:
+    """Judge every claim from what runs hold, without measuring; `progress` and `caches` as of `stored`.
+
+    `progress` is also called with (done, total, claim, status) once a claim is judged, before the correction over all claims.
+    """
     from workbench.claims.stored import stored  # imports torch
 
-    claims, report = chosen(), progress or (lambda done, total: None)
+    claims, report = chosen(), progress or (lambda *_: None)
     total = len(entries) + len(claims)
     evidence, problems = stored(entries, lambda done, _: report(done, total), **caches)
-    judged = judge(evidence, claims, lambda done: report(len(entries) + done, total))
+    judged = judge(evidence, claims, lambda n, c, v: report(len(entries) + n, total, c.name, STATUSES[v.status]))
     return Verdicts({j.claim.name: j.verdict for j in judged}, evidence.kept.metrics, problems)
 
 

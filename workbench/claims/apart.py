@@ -24,7 +24,7 @@ from workbench.runs.table_cache import RecordCache, TelemetryCache
 BUDGET = 20_000_000  # bytes of answers that each table keeps
 
 
-def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None) -> Verdicts:
+def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[..., None] | None = None) -> Verdicts:
     """Call `judge_all` in a separate process; `progress` may raise to stop it. Raises `WorkbenchError` if the process dies."""
     command, alone = [sys.executable, "-m", __spec__.name, str(folder)], os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone) as process:

@@ -55,7 +55,7 @@ class Evidence:
     told: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([])))
     documents: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([], SAMPLE_COLUMNS)))
     compared: list[pd.DataFrame] = field(default_factory=list, repr=False)
-    """Runs that `comparable` has chosen so far, for the verdict to name."""
+    """Runs that `comparable` has chosen so far, for the verdict to name; `beside` marks runs of controls."""
     settings: list[pd.DataFrame] = field(default_factory=list, repr=False)
     """Runs of every setting that the first `comparable` could choose from, best first."""
     within: frozenset[str] = frozenset()
@@ -183,7 +183,8 @@ class Evidence:
         if not self.settings:
             self.settings.extend(best_first)
         first = best_first[0]
-        self.compared.append(first[first["model"].isin(names)])
+        here = first[first["model"].isin([*names, control])]
+        self.compared.append(here.assign(beside=~here["model"].isin(names)))
         return self.of_runs(first)
 
     @cached_property

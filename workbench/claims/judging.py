@@ -37,19 +37,19 @@ def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None 
 
 
 def judge(
-    evidence: Evidence, claims: Sequence[Claim], progress: Callable[[int], None] = lambda _: None
+    evidence: Evidence, claims: Sequence[Claim], progress: Callable[[int, Claim, Verdict], None] = lambda *_: None
 ) -> tuple[Judged, ...]:
     """Return the verdict on each claim, Holm-corrected over all of them.
 
     Every page, report and command that shows verdicts calls this function.
 
     Args:
-        progress: Called with the number of judged claims.
+        progress: Called with the number of judged claims, the last of them and its verdict before the correction.
     """
     verdicts = []
     for i, claim in enumerate(claims, 1):
         verdicts.append(claim.judge(evidence))
-        progress(i)
+        progress(i, claim, verdicts[-1])
     return tuple(map(Judged, claims, corrected(verdicts)))
 
 

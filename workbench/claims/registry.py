@@ -82,7 +82,10 @@ class Claim:
             verdict = self.function(replace(evidence, compared=compared))
         except InsufficientEvidence as reason:
             verdict = reason.verdict
-        runs = pd.concat(compared).drop_duplicates("run") if compared else evidence.runs.head(0)
+        every = evidence.runs.head(0).assign(beside=False)
+        if compared:
+            every = pd.concat(compared).sort_values("beside", kind="stable").drop_duplicates("run")
+        runs = every[~every["beside"].astype(bool)]  # a control need not meet the conditions
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
         if self.final_loss and verdict.status in DECIDED and (unmet := budget.unmet(evidence, runs)):
             verdict = replace(verdict, status="gated", scope=unmet, p=math.nan)
@@ -90,8 +93,8 @@ class Claim:
             of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
             limits = [scope_of(runs) if of_losses else "", budget.named(runs) if self.final_loss else ""]
             verdict = replace(verdict, scope=" ".join(filter(None, limits)))
-        setting = setting_of(runs) + dtypes_of(evidence.kept.dtypes(frozenset(runs["run"]), self.metrics))
-        return replace(verdict, runs=tuple(runs["run"]), setting=setting)
+        setting = setting_of(every) + dtypes_of(evidence.kept.dtypes(frozenset(every["run"]), self.metrics))
+        return replace(verdict, runs=tuple(every["run"]), setting=setting)
 
 
 CLAIMS: dict[str, Claim] = {}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from workbench.statistics.intervals import MIN_SEEDS, Interval, percent, significance
-from workbench.statistics.multiple_testing import holm
+from workbench.statistics.multiple_testing import holm, holm_factors
 
 Status = Literal["supported", "refuted", "unresolved", "gated", "not_checkable"]
 STATUSES: dict[Status, str] = {
@@ -21,6 +21,8 @@ STATUSES: dict[Status, str] = {
 NONE: Mapping[Any, Any] = MappingProxyType({})
 DECIDED: tuple[Status, ...] = ("supported", "refuted", "unresolved")
 """Statuses of claims that were tested."""
+ROLES = ("decides", "must hold too", "can refute", "context")
+"""Of a comparison in a verdict's table."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Verdict:
         scope: Limits of the status, or the unmet condition.
         p: Probability of a decision as clear by chance; NaN if nothing was tested.
         alone: Status before the correction over all verdicts of a page.
+        factor: Number by which the corrections have multiplied the p-value.
     """
 
     status: Status
@@ -46,6 +49,7 @@ class Verdict:
     scope: str = ""
     p: float = math.nan
     alone: Status | None = None
+    factor: float = 1.0
 
     @property
     def words(self) -> str:
@@ -56,6 +60,29 @@ class Verdict:
         if self.status == "gated":
             return f"{status}: {self.scope or 'a condition is not met'}"
         return f"{status} {self.scope}".strip()
+
+    def adjusted(self) -> pd.DataFrame:
+        """Return the table with intervals as wide as the corrections demand, and whether each row excludes 0.
+
+        Bounds are NaN where an interval is not over seeds; such rows decide nothing. `significant` is then False.
+        """
+        if "each" not in self.table:
+            return self.table
+        each = [tuple(map(float, text.split())) if isinstance(text, str) else () for text in self.table["each"]]
+        columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
+        wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
+        return self.table.assign(
+            low=[i.low for i in wide], high=[i.high for i in wide], significant=[i.sign != 0 for i in wide]
+        )
+
+    def unmet(self) -> list[str]:
+        """Return the comparisons that must have their sign beyond the adjusted interval for a supported claim, and have not."""
+        table = self.adjusted()
+        if "role" not in table:
+            return []
+        needed = table[table["role"].isin(ROLES[:2])]
+        met = needed["significant"] & (needed["value"] * needed["expected"] > 0)
+        return [str(name) for name in needed.loc[~met, "comparison"]]
 
 
 class InsufficientEvidence(Exception):
@@ -122,15 +149,25 @@ def judged(
         status, p = "refuted", 0.0
     elif doubt and status == "supported":
         status, p = "unresolved", 1.0
-    return Verdict(status, sentence, interval_table({**parts, **also, **against, **shown}, unit, units), p=p)
+    table = interval_table({**parts, **also, **against, **shown}, unit, units)
+    roles = [role for role, group in zip(ROLES, (parts, also, against, shown), strict=True) for _ in group]
+    deciding = len(roles) - len(shown)
+    signs = [expected] * deciding if isinstance(expected, int) else list(expected)[:deciding]
+    if len(table) == len(roles):  # else one comparison has two roles
+        table = table.assign(role=roles, expected=pd.array([*signs, *[None] * len(shown)], dtype="Int64"))
+    return Verdict(status, sentence, table, p=p)
 
 
 def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Mapping[Any, str] = NONE) -> pd.DataFrame:
-    """Return named intervals as a table; `others` has the units of intervals with another unit."""
+    """Return named intervals as a table; `others` has the units of intervals with another unit.
+
+    `each` has the numbers of the seeds, and `seeds` their names where they are known, separated by spaces.
+    """
     rows = [
-        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": others.get(name, unit)}
+        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": others.get(name, unit),
+         "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
         for name, i in intervals.items()
-    ]
+    ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -146,7 +183,8 @@ def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
     tested = {name: v for name, v in verdicts.items() if math.isfinite(v.p)}
     if len(tested) < 2:
         return next(iter(tested.values()), next(iter(verdicts.values())))
-    adjusted = dict(zip(tested, holm([v.p for v in tested.values()]), strict=True))
+    p = [v.p for v in tested.values()]
+    adjusted, factors = (dict(zip(tested, of(p), strict=True)) for of in (holm, holm_factors))
     statuses: dict[str, Status] = {
         n: v.status if adjusted[n] <= significance() else "unresolved" for n, v in tested.items()
     }
@@ -161,7 +199,8 @@ def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
     )
     status: Status = "unresolved" if contrary else statuses[first]
     scope = tested[first].scope if status == tested[first].status else ""
-    return replace(tested[first], status=status, p=1.0 if contrary else adjusted[first], sentence=sentence, scope=scope)
+    p_value, factor = 1.0 if contrary else adjusted[first], tested[first].factor * factors[first]
+    return replace(tested[first], status=status, p=p_value, sentence=sentence, scope=scope, factor=factor)
 
 
 def corrected(verdicts: Iterable[Verdict]) -> list[Verdict]:
@@ -170,13 +209,15 @@ def corrected(verdicts: Iterable[Verdict]) -> list[Verdict]:
     The probability that one or more of them is decided falsely is then at most 5 % at a confidence level of 95 %.
     """
     verdicts = list(verdicts)
-    adjusted = iter(holm([v.p for v in verdicts if math.isfinite(v.p)]))
-    return [
-        replace(v, alone=v.status, status=v.status if next(adjusted) <= significance() else "unresolved")
-        if math.isfinite(v.p)
-        else v
-        for v in verdicts
-    ]
+    p = [v.p for v in verdicts if math.isfinite(v.p)]
+    corrections = zip(holm(p), holm_factors(p), strict=True)
+
+    def correct(verdict: Verdict) -> Verdict:
+        adjusted, factor = next(corrections)
+        status: Status = verdict.status if adjusted <= significance() else "unresolved"
+        return replace(verdict, alone=verdict.status, status=status, factor=verdict.factor * factor)
+
+    return [correct(v) if math.isfinite(v.p) else v for v in verdicts]
 
 
 def judge_differences(differences: Mapping[Any, Interval]) -> dict[Any, Verdict]:

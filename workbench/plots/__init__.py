@@ -8,7 +8,7 @@ no models.
 """
 
 from workbench.plots.beside import beside
-from workbench.plots.compare import compared, difference, timelapse_figure
+from workbench.plots.compare import compared, difference, layer_differences, timelapse_figure
 from workbench.plots.experiments import (
     ablation,
     concentration_figure,
@@ -19,6 +19,7 @@ from workbench.plots.experiments import (
     verdicts_figure,
 )
 from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
+from workbench.plots.forms import SPREADS
 from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss_figure
 from workbench.plots.output import CONFIG, alt_text, paper, table
@@ -43,10 +44,11 @@ from workbench.plots.tokens import attention_map_figure, attention_pair, next_to
 from workbench.plots.training import coefficients_figure, gradient_map, pace_figure, relative_to_baseline
 
 __all__ = [
-    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
+    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
     "alt_text", "attention_map_figure", "attention_pair", "beside", "coefficients_figure", "colour", "compared",
     "concentration_figure", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
-    "html", "intervals", "label", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "plot", "race_figure",
+    "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "plot",
+    "race_figure",
     "reading_direction", "relative_to_baseline", "sinks_figure", "site", "subtitle", "symbol", "table", "timelapse_figure",
     "unique", "untitled", "value_path", "verdicts_figure",
 ]  # fmt: skip

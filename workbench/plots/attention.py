@@ -113,8 +113,10 @@ def received_figure(
     every = max(1, -(-len(names) // MAX_TICKS))
     figure.update_xaxes(tickvals=unique([safe(n) for n in names])[::every], type="category", tickangle=-90)
     figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
-    figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
-    caption = f"as many queries as would look at nothing else; higher: a token that many look at; drawn from {FLOOR:g}"
+    figure.update_xaxes(title_text="key token", row=2 if both else 1, col=1)
+    caption = (
+        f"in queries that attend to nothing else; higher: a token that many queries attend to; drawn from {FLOOR:g}"
+    )
     return dressed(figure, "Received attention", f"{under}; {caption}", 440 if both else 300)
 
 
@@ -139,9 +141,9 @@ def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, mi
     names = unique([safe(n) for n in bars[0][1]])
     every = max(1, -(-len(names) // MAX_TICKS))
     figure.update_xaxes(tickvals=names[::every], type="category", tickangle=-90)
-    figure.update_xaxes(title_text="key: where attention goes", row=2 if both else 1, col=1)
+    figure.update_xaxes(title_text="key token", row=2 if both else 1, col=1)
     figure.update_yaxes(title_text="attention", rangemode="tozero", row=1, col=1)
-    return dressed(figure, "Where one query looks", safe(under), 440 if both else 300)
+    return dressed(figure, "Attention of one query", safe(under), 440 if both else 300)
 
 
 def _bars(figure: go.Figure, at: int, names: Sequence[str], values: np.ndarray, name: str, paint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,24 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.errors import WorkbenchError
-from workbench.plots.records import checked, plot
-from workbench.plots.style import DIVERGING, MINUS
+from workbench.plots.forms import whole_ticks
+from workbench.plots.records import checked, form_of, name_sorted_heads, plot, sorted_heads
+from workbench.plots.style import (
+    DIVERGING,
+    GREY,
+    MINUS,
+    axis_title,
+    colour,
+    dressed,
+    label,
+    ordered,
+    symbol,
+    values_by_axis,
+)
 
 AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit")
+
+DODGE = 0.1  # layers between the marks of two models
 
 
 def difference(
@@ -51,17 +65,54 @@ def compared(
 ) -> go.Figure:
     """Plot records of one subject, or of two and their difference in another panel; takes the options of `plot`.
 
-    `more_seeds`: see `difference`. Raises `WorkbenchError` if there are no records.
+    `more_seeds`: see `difference`. Heads of different runs are sorted by value first. Raises `WorkbenchError` without records.
     """
     full = [p for p in parts if len(p)]
     if len(full) < 2:
         return plot(pd.concat(full) if full else parts[0], **options)
+    runs = [set(part["run"].dropna()) for part in full]
+    sort = runs[0] != runs[1] and (options.get("form") or form_of(checked(full[0]))) == "heads"
+    if sort:
+        full = [sorted_heads(part) for part in full]
+        more_seeds = [(sorted_heads(a), sorted_heads(b)) for a, b in more_seeds]
     minus = difference(full[0], full[1], more_seeds)
     if minus.empty:
         return plot(pd.concat(full, ignore_index=True), **options)
     names = full[0]["metric"].unique()
     title = options.pop("title", "") or (str(names[0]).replace("_", " ").capitalize() if len(names) == 1 else "")
-    return plot(pd.concat([*full, minus], ignore_index=True), title=title, **options)
+    figure = plot(pd.concat([*full, minus], ignore_index=True), title=title, **options)
+    if sort:
+        name_sorted_heads(figure)
+    return figure
+
+
+def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[str, str]) -> go.Figure:
+    """Plot paired differences over layers, a line for each architecture, with their intervals; hollow if not `significant`.
+
+    table: architecture, layer, value, low, high (NaN without an interval), significant. `axis`: unit and reading direction.
+    Custom data: the layer.
+    """
+    figure, series = go.Figure(), ordered(table["architecture"])
+    for i, name in enumerate(series):
+        rows = table[table["architecture"] == name].sort_values("layer")
+        bars = {
+            "array": rows["high"] - rows["value"],
+            "arrayminus": rows["value"] - rows["low"],
+            "thickness": 1.4,
+            "width": 3,
+        }
+        marks = [symbol(name, series) + ("" if clear else "-open") for clear in rows["significant"]]
+        figure.add_scatter(
+            x=rows["layer"] + DODGE * (i - (len(series) - 1) / 2), y=rows["value"], mode="lines+markers", name=label(name),
+            line={"color": colour(name, series), "width": 1}, marker={"size": 8, "symbol": marks},
+            error_y=bars if rows["low"].notna().any() else None, customdata=[[int(n)] for n in rows["layer"]],
+            hovertemplate=f"{label(name)}<br>layer %{{customdata[0]}}: %{{y:.3g}}<extra></extra>",
+        )  # fmt: skip
+    figure.add_hline(y=0, line={"color": GREY, "dash": "dot"})
+    figure.update_layout(showlegend=True)  # also of one model, which the title does not name
+    figure.update_xaxes(title_text="layer", dtick=whole_ticks(table["layer"]))
+    figure.update_yaxes(title_text=axis_title(*axis))
+    return dressed(figure, title, under, 330)
 
 
 def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
@@ -75,7 +126,7 @@ def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
     stage = max(i for i, (_, f) in enumerate(figures) if len(f.data) == most)  # the last one with all curves
     base = go.Figure(figures[stage][1])
     frames = []
-    for label, figure in figures:
+    for name, figure in figures:
         present = [trace.update(visible=True) for trace in go.Figure(figure).data]
         absent = [{"type": trace.type, "visible": False} for trace in base.data[len(present) :]]
         title = figure.layout.title
@@ -86,13 +137,13 @@ def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
         for axis in figure.select_yaxes():
             if axis.categoryarray is not None:  # rows that are other ones at each step
                 layout[axis.plotly_name] = {k: axis[k] for k in ("categoryarray", "tickvals", "ticktext")}
-        frames.append(go.Frame(data=[*present, *absent], name=label, traces=list(range(most)), layout=layout))
+        frames.append(go.Frame(data=[*present, *absent], name=name, traces=list(range(most)), layout=layout))
     base.frames = frames
     _hold(base, [f for _, f in figures])
     play = {"frame": {"duration": 500, "redraw": True}, "transition": {"duration": 0}, "fromcurrent": True}
     stop = {"frame": {"duration": 0, "redraw": False}, "mode": "immediate"}
     at = {"frame": {"duration": 0, "redraw": True}, "mode": "immediate", "transition": {"duration": 0}}
-    steps = [{"method": "animate", "label": label, "args": [[label], at]} for label, _ in figures]
+    steps = [{"method": "animate", "label": name, "args": [[name], at]} for name, _ in figures]
     margin, height = base.layout.margin, base.layout.height or 450
     under = 110
     return base.update_layout(
@@ -110,9 +161,10 @@ def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
 
 def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
     """Fix axes and colour scales to the range of all frames."""
-    for name in {scale for trace in base.data if (scale := _scale_of(base, trace))}:
-        axis, ends = base.layout[name], [e for f in figures for e in _ends(f, name)]
-        finite = np.array([e for e in ends if np.isfinite(e)])
+    values = [values_by_axis(figure) for figure in figures]
+    for name in values_by_axis(base):
+        axis = base.layout[name]
+        finite = np.concatenate([of.get(name, np.zeros(0)) for of in values])
         if axis.type == "log":  # whose range is in powers of ten
             finite = np.log10(finite[finite > 0])
         fixed = [f.layout[name].range for f in figures if name in f.layout and f.layout[name].range is not None]
@@ -134,39 +186,3 @@ def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
             low, high = white - reach, white + reach
             base.layout[name].colorscale = signed.colorscale
         base.layout[name].update(cmin=low, cmax=high)
-
-
-def _scale_of(figure: go.Figure, trace: Any) -> str | None:
-    """Name of the numeric axis of a curve or bar, or of the axis it matches; None for other traces."""
-    if trace.type not in ("scatter", "bar") or (trace.type == "scatter" and trace.mode == "text"):
-        return None
-    letter = "x" if trace.orientation == "h" else "y"
-    axis = str(trace[f"{letter}axis"] or letter)
-    axis = str(figure.layout[f"{letter}axis{axis[1:]}"].matches or axis)
-    numbers = trace[letter]
-    is_category = figure.layout[f"{letter}axis{axis[1:]}"].type == "category"
-    if is_category or numbers is None or not len(numbers) or any(isinstance(v, str) for v in numbers):
-        return None
-    return f"{letter}axis{axis[1:]}"
-
-
-def _ends(figure: go.Figure, name: str) -> Iterator[float]:
-    """Yield all values drawn along an axis: points, error bars, bars from zero and stacked sums."""
-    stacks: dict[Any, float] = {}
-    for trace in figure.data:
-        if _scale_of(figure, trace) != name:
-            continue
-        letter = name[0]
-        values, error = np.asarray(trace[letter], dtype=float), trace[f"error_{letter}"]
-        up = np.zeros(len(values)) if error.array is None else np.nan_to_num(np.asarray(error.array, dtype=float))
-        down = up if error.arrayminus is None else np.nan_to_num(np.asarray(error.arrayminus, dtype=float))
-        if trace.type == "bar":
-            yield 0.0
-            if figure.layout.barmode in ("stack", "relative"):
-                places = trace["y" if letter == "x" else "x"]
-                for place, value in zip(places if places is not None else range(len(values)), values, strict=True):
-                    key = trace.xaxis, trace.yaxis, trace.offsetgroup, place, value >= 0
-                    stacks[key] = stacks.get(key, 0.0) + float(np.nan_to_num(value))
-        yield from values + up
-        yield from values - down
-    yield from stacks.values()

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.forms import Legend, lines
+from workbench.plots.forms import Legend, lines, whole_ticks
 from workbench.plots.records import checked
 from workbench.plots.style import (
     GREY,
@@ -157,7 +157,7 @@ def concentration_figure(frame: pd.DataFrame) -> go.Figure:
         error_y={"array": whole["se"], "color": GREY, "thickness": 1}, hovertemplate="layer %{x}: %{y:.3f} nats<extra></extra>",
     )  # fmt: skip
     figure.update_layout(barmode="relative")  # a difference has both signs
-    figure.update_xaxes(title_text="layer", dtick=1 if len(whole) <= 16 else None)
+    figure.update_xaxes(title_text="layer", dtick=whole_ticks(whole.index))
     figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: more concentrated"))
     return dressed(figure, "Concentration of attention", subtitle(rows, "whisker: standard error of the sum"), 300)
 
@@ -185,7 +185,7 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
             hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
         )  # fmt: skip
         figure.add_hline(y=1.0, line={"dash": "dot", "color": GREY}, row=1, col=2)
-    figure.update_xaxes(title_text="layer", dtick=1 if heads["layer"].nunique() <= 16 else None)
+    figure.update_xaxes(title_text="layer", dtick=whole_ticks(heads["layer"]))
     figure.update_yaxes(title_text=axis_title("share of attention", "higher: sink"), rangemode="tozero", row=1, col=1)
     figure.update_yaxes(
         title_text=axis_title("ratio to the median", "lower: drained"), rangemode="tozero", row=1, col=2
@@ -228,32 +228,47 @@ def verdicts_figure(found: Sequence[tuple[str, str, str]], under: str = "") -> g
     return at_least(figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=320), 640)
 
 
-def intervals(table: pd.DataFrame, title: str, under: str = "") -> go.Figure:
+def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str = "") -> go.Figure:
     """Plot comparisons (comparison, value, low, high, unit) with their confidence intervals, one panel per unit, with a line
     at 0.
 
-    Comparisons whose `verdict` is unresolved are hollow.
+    Comparisons are hollow whose `verdict` is unresolved or that are not `significant`, and grey whose `role` is to give context.
+    `adjusted`: what the intervals were Holm-adjusted over.
     """
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
     figure = make_subplots(
         len(units), 1, row_heights=[len(part) for part in parts], vertical_spacing=min(0.3, 60 / (60 + 30 * len(table)))
     )
+    unclear = (
+        "not significant after Holm" if "verdict" in table else "not significant" if "significant" in table else ""
+    )
     for i, (unit, part) in enumerate(zip(units, parts, strict=True), 1):
         value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
-        hollow = part["verdict"] == "unresolved" if "verdict" in part else pd.Series(False, part.index)
-        figure.add_scatter(
-            x=value, y=[markup.escape(str(c)) for c in part["comparison"]], mode="markers", showlegend=False, name="value",
-            marker={"color": colour(MINUS), "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow]},
-            error_x={"array": high - value, "arrayminus": value - low, "color": colour(MINUS), "thickness": 1.6},
-            customdata=list(zip(low, high, strict=True)),
-            hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
-        )  # fmt: skip
+        hollow = (
+            part["verdict"] == "unresolved"
+            if "verdict" in part
+            else ~part.get("significant", value.notna()).astype(bool)
+        )
+        context = part["role"] == "context" if "role" in part else value.isna()
+        for look, shown in ((colour(MINUS), ~context), (GREY, context)):
+            if not shown.any():
+                continue
+            figure.add_scatter(
+                x=value[shown], y=[markup.escape(str(c)) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
+                name="value" if look != GREY else "context",
+                marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
+                error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
+                customdata=list(zip(low[shown], high[shown], strict=True)),
+                hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
+            )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
-        figure.update_yaxes(autorange="reversed", row=i, col=1)
-    caption = wrapped(
-        "; ".join(s for s in (under, "hollow: not significant after Holm" if "verdict" in table else "",
-                              f"whisker: {confidence()} interval") if s), 125
-    )  # fmt: skip
+        names = [markup.escape(str(c)) for c in part["comparison"]]
+        figure.update_yaxes(
+            autorange="reversed", type="category", categoryorder="array", categoryarray=names, row=i, col=1
+        )
+    whisker = f"whisker: {confidence()} interval" + (f", Holm-adjusted over {adjusted}" if adjusted else "")
+    grey = "grey: not part of the verdict" if "role" in table and (table["role"] == "context").any() else ""
+    caption = wrapped("; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, grey) if s), 125)
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))

@@ -16,7 +16,8 @@ from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, dresse
 
 MARKED = "#d55e00"  # a frame around what is chosen
 CHOSEN = "chosen"  # its name, by which the dashboard scrolls there
-AROUND, CELL = 220, 26  # pixels: around a map of words, of a cell that has one
+AROUND, CELL, ROW, SQUARE = 220, 26, 17, 300
+# pixels: around a map of words, width and height of a cell that has one, of a square map beside another
 MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
@@ -27,7 +28,7 @@ class Grid:
 
     `texts`: written into cells if there is room. `span`: range of the colour scale; by default that of the numbers, centred
     at 0 if they have both signs. `upward`: row 0 at the bottom. `mark`: (row, column) of a framed cell; a row of None frames
-    the column.
+    the column. `square`: cells are squares, as in a map of queries by keys.
     """
 
     values: np.ndarray
@@ -40,6 +41,7 @@ class Grid:
     span: tuple[float, float] | None = None
     upward: bool = True
     mark: tuple[int | None, int] | None = None
+    square: bool = False
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.rows), len(self.columns)):
@@ -74,7 +76,7 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
     tall = (
         max(170 if len(shown) == 1 else 0, len(shown) * max(90, 24 * len(first.rows))) + 70 * len(shown)
         if wide
-        else height
+        else max(height, ROW * len(first.rows) if first.texts is not None else 0)
     )
     figure = make_subplots(
         rows, columns, subplot_titles=[markup.escape(t) for t, _ in shown] if len(shown) > 1 else None,
@@ -96,6 +98,8 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, signed=True))
         halves = {"len": 0.5, "y": 1, "yanchor": "top"}, {"len": 0.5, "y": 0, "yanchor": "bottom"}
         figure.update_layout(coloraxis_colorbar=halves[0], coloraxis2_colorbar=halves[1])
+    if first.square and len(shown) > 1:
+        return at_least(figure, SQUARE * len(shown))
     written = 0 if first.texts is None else len(first.columns)
     return at_least(figure, AROUND + CELL * written) if 0 < written <= MAX_TEXTS else figure
 
@@ -141,6 +145,10 @@ def _add(
         update(title_text=title, type="category", showgrid=False, **shown, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
     figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
+    if grid.square:
+        across = next(figure.select_xaxes(**where)).plotly_name.replace("axis", "")
+        figure.update_yaxes(scaleanchor=across, constrain="domain", **where)
+        figure.update_xaxes(constrain="domain", **where)
     if grid.mark is not None:
         row, column = grid.mark
         low, high = (0, len(y) - 1) if row is None else (row, row)

@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.plots.grids import safe
 from workbench.plots.records import plot
-from workbench.plots.style import plain, titled
+from workbench.plots.style import LINE, plain, titled, wrapped
 
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
@@ -57,9 +58,15 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values(axes, kind="stable").reset_index(drop=True)
 
 
-def paper(figure: go.Figure, background: str = "white") -> str:
-    """Return an HTML page for taking pictures: dark text on a background (CSS colour), no buttons."""
+def paper(figure: go.Figure, background: str = "white", caption: str = "") -> str:
+    """Return an HTML page for taking pictures: dark text on a background (CSS colour), `caption` under the subtitle, no buttons."""
     drawn = titled(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
+    if caption:
+        under = "<br>".join(filter(None, (drawn.layout.title.subtitle.text, wrapped(safe(caption), 125))))
+        room = LINE * (under.count("<br>") + 1 - str(drawn.layout.title.subtitle.text or "").count("<br>"))
+        drawn.update_layout(
+            title_subtitle_text=under, height=drawn.layout.height + room, margin_t=drawn.layout.margin.t + room
+        )
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
     )

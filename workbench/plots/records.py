@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.plots.forms import DRAW, INIT, KEY, MAPS, Legend, Panel
+from workbench.plots.forms import CONTROL, DRAW, INIT, KEY, MAPS, SPREADS, Legend, Panel
 from workbench.plots.style import (
     DETAIL,
     DIVERGING,
     MINUS,
+    NOISE,
     PANEL,
     SEQUENTIAL,
     at_least,
@@ -27,12 +28,13 @@ from workbench.plots.style import (
     reading_direction,
     site,
     subtitle,
+    values_by_axis,
     words,
 )
 from workbench.runs.tables import as_records
 
 FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
-MAX_PANELS = 24
+MAX_PANELS, SORTED = 24, "heads of a layer, largest value first"
 EQUAL, SQUEEZED, AIR = 1e-9, 4.0, 0.08
 """What makes no difference; how many times the lines' range the baselines may need; air above and below lines, of their range."""
 
@@ -51,6 +53,18 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     for name in ("step", "layer", "source", "head", "position", "index", "seed"):
         frame[name] = frame[name].astype("float64")
     return frame
+
+
+def sorted_heads(rows: pd.DataFrame) -> pd.DataFrame:
+    """Number the heads of every layer of a run by their value, the largest first: head numbers of two runs are unrelated."""
+    axes = ["run", "step", "layer", *KEY, "control"]
+    places = rows.groupby([c for c in axes if c in rows], dropna=False)["value"].rank(ascending=False, method="first")
+    return rows.assign(head=(places - 1).where(rows["head"].notna()))
+
+
+def name_sorted_heads(figure: go.Figure) -> None:
+    """Name the axis of `sorted_heads`."""
+    figure.for_each_xaxis(lambda axis: axis.update(title_text=SORTED) if axis.title.text == "head" else None)
 
 
 def form_of(rows: pd.DataFrame) -> str:
@@ -107,7 +121,7 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
 
 def plot(
     frame: Any, *, form: str | None = None, log_x: bool = False, log_y: bool = False, smooth: int = 1,
-    title: str = "",
+    title: str = "", spread: str = "range",
 ) -> go.Figure:  # fmt: skip
     """Plot records; the form follows from their axes, and each metric, data set and length gets its own panel.
 
@@ -118,30 +132,40 @@ def plot(
         log_y: Logarithmic y axis.
         smooth: Width of a running mean (records).
         title: Title; by default the metric's name.
+        spread: Error bars over seeds: "range", "se" (standard error) or "ci" (confidence interval).
 
     Returns:
         A plotly figure.
 
     Raises:
-        UnknownName: `form` is not one of `FORMS`.
+        UnknownName: `form` is not one of `FORMS`, or `spread` not one of `SPREADS`.
         WorkbenchError: There is nothing to plot, or more than one figure can hold.
     """
     if form is not None and form not in FORMS:
         raise UnknownName("form", form, FORMS)
+    if spread not in SPREADS:
+        raise UnknownName("spread", spread, SPREADS)
     frame = checked(frame if isinstance(frame, pd.DataFrame) else as_records(frame))
     panels = list(_panels(frame, form))
     if len(panels) > MAX_PANELS:
         raise WorkbenchError(
             f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites or steps"
         )
+    maps = [p for p in panels if p.form == "heads" and not _unit(p).endswith(MINUS)]
+    sort = any(p.rows["run"].nunique() > 1 for p in maps)
+    for panel in maps if sort else ():
+        panel.rows = sorted_heads(panel.rows)
     figure, columns = _layout(panels)
-    count, legend = -(-len(panels) // columns), Legend(ordered(frame["architecture"]))
+    count, legend = -(-len(panels) // columns), Legend(ordered(frame["architecture"]), spread=spread)
     for i, panel in enumerate(panels):
         DRAW[panel.form](figure, panel, {"row": i // columns + 1, "col": i % columns + 1}, legend, smooth)
     keys = list(dict.fromkeys(p.key for p in panels if p.form in MAPS))
+    white = {}  # baselines in the middle of a diverging scale
     for i, key in enumerate(keys):
         mine = [p for p in panels if p.key == key]
-        _colour_axis(figure, i, pd.concat([p.rows for p in mine]), mine[0].baseline)
+        white[mine[0].baseline] = _colour_axis(figure, i, pd.concat([p.rows for p in mine]), mine[0].baseline)
+    if sort:
+        name_sorted_heads(figure)
     far = _link_axes(figure, panels, columns, logarithmic=log_y)
     if log_x:
         figure.update_xaxes(type="log", title_text="training step (log scale, step 0 not shown)", tickformat="d")
@@ -154,7 +178,7 @@ def plot(
     outer_titles(figure, len(panels), columns)
     smoothed = _smoothed(frame, smooth) if smooth > 1 else ""
     dashed = "dashed: step 0, random init" if INIT in legend.names else ""
-    under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, panels) if keys else ()))
+    under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, white) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
@@ -197,15 +221,15 @@ def _one_number(rows: pd.DataFrame) -> float | None:
     return float(controls["value"].iloc[0])
 
 
-def _map_words(frame: pd.DataFrame, panels: Sequence[Panel]) -> Iterator[str]:
+def _map_words(frame: pd.DataFrame, white: Mapping[float | None, bool]) -> Iterator[str]:
     """Captions of maps: reading direction and baselines that are one number."""
     if frame["seed"].nunique() > 1:
         yield "mean over seeds"
     yield words(reading_direction(frame))
-    white = "white: " if any(p.baseline is not None for p in panels) else ""
     for control, rows in frame[frame["control"].notna()].groupby("control"):
         if rows["value"].max() - rows["value"].min() < EQUAL:
-            yield f"{white}{words(control)}, {rows['value'].iloc[0]:.3g}"
+            value = float(rows["value"].iloc[0])
+            yield f"{'white: ' if white.get(value) else ''}{words(control)}, {value:.3g}"
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, logarithmic: bool) -> list[str]:
@@ -224,11 +248,17 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
         title = axis_title(kind[-1], reading_direction(panel.rows)) if leads else ""
         figure.update_yaxes(title_text=title, matches=None if new else first[kind], **where)
         first.setdefault(kind, "y" if i == 0 else f"y{i + 1}")
-    told = []
+    told, every, measured = [], values_by_axis(figure), values_by_axis(figure, skip=CONTROL)
     for shared, axis in first.items():
         rows = pd.concat([p.rows for p, of in zip(panels, kinds, strict=True) if of == shared])
-        if not logarithmic and shared[0] in ("profile", "steps") and (span := _without_far_baselines(rows)):
-            figure.layout[f"yaxis{axis[1:]}"].range = span
+        name = f"yaxis{axis[1:]}"
+        if shared[-1].endswith(MINUS) and (reach := _rounding(panels, rows, every.get(name))):
+            figure.layout[name].range = (-reach, reach)
+        if not logarithmic and shared[0] in ("profile", "steps") and name in measured:
+            span = _without_far_baselines(measured[name], every[name])
+            if span is None:
+                continue
+            figure.layout[name].range = span
             told += [
                 f"off the scale: {words(name)}, {_from_to(part['value'])}"
                 for name, part in rows[rows["control"].notna()].groupby("control")
@@ -237,14 +267,20 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
     return list(dict.fromkeys(told))
 
 
-def _without_far_baselines(rows: pd.DataFrame) -> tuple[float, float] | None:
-    """Return a padded range of the measured lines if baselines would take most of the axis."""
-    measured, controls = rows.loc[rows["control"].isna(), "value"], rows.loc[rows["control"].notna(), "value"]
+def _without_far_baselines(measured: np.ndarray, every: np.ndarray) -> tuple[float, float] | None:
+    """Return a padded range of the measured lines and their error bars if baselines would take most of the axis."""
     low, high = float(measured.min()), float(measured.max())
-    whole = max(high, controls.max()) - min(low, controls.min()) if len(controls) else 0.0
-    if not whole > SQUEEZED * (high - low) > 0:
+    if not np.ptp(every) > SQUEEZED * (high - low) > SQUEEZED * NOISE * max(-low, high):
         return None
     return low - AIR * (high - low), high + AIR * (high - low)
+
+
+def _rounding(panels: Sequence[Panel], rows: pd.DataFrame, drawn: np.ndarray | None) -> float:
+    """Return a range for differences that are rounding beside the values that were subtracted; 0 for other differences."""
+    metric = rows["metric"].iloc[0]
+    alike = [p.rows["value"].abs().max() for p in panels if p.key[0] == metric and not _unit(p).endswith(MINUS)]
+    size = max((value for value in alike if np.isfinite(value)), default=0.0)
+    return 0.01 * size if drawn is not None and np.abs(drawn).max() <= NOISE * size else 0.0
 
 
 def _from_to(values: pd.Series) -> str:
@@ -257,16 +293,28 @@ def _unit(panel: Panel) -> str:
     return str(unit.iloc[0]) if len(unit) else words(panel.key[0])
 
 
-def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: float | None) -> None:
-    """Set the colour scale of maps with one key; a single-number baseline is white."""
+def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: float | None) -> bool:
+    """Set the colour scale of maps with one key; return whether it is diverging with the baseline in white.
+
+    It is if values lie on both sides of the baseline and the scale would not reach below 0 for a quantity that does not.
+    """
     low, high = float(rows["value"].min()), float(rows["value"].max())
     unit = str(rows["unit"].dropna().iloc[0]) if rows["unit"].notna().any() else ""
     signed = low < 0 < high or unit.endswith(MINUS)
-    whole = not signed and unit.startswith("share") and rows["position"].nunique() < 2 and rows["index"].nunique() < 2
+    whole = (
+        not signed
+        and low >= 0
+        and unit.startswith("share")
+        and rows["position"].nunique() < 2
+        and rows["index"].nunique() < 2
+    )
     limit = max(-low, high) or 1.0
     span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
-    if baseline is not None:
-        reach = max(high - baseline, baseline - low) or 1.0
+    if high - low <= NOISE * max(-low, high):  # equal values have one colour, not those of their rounding
+        span = span if signed or whole else (min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
+    white = baseline is not None and low < baseline < high and (low < 0 or 2 * baseline >= high)
+    if white and baseline is not None:
+        reach = max(high - baseline, baseline - low)
         signed, span = True, (baseline - reach, baseline + reach)
     bar = {"title": {"text": words(unit)}, "x": 1.02 + 0.1 * index, "thickness": 14}
     name = "coloraxis" if index == 0 else f"coloraxis{index + 1}"
@@ -276,3 +324,4 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: fl
     for trace in figure.data:
         if trace.type == "heatmap" and trace.meta == rows["metric"].iloc[0] + str(tuple(map(str, rows[KEY].iloc[0]))):
             trace.coloraxis = name
+    return white

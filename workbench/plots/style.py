@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -46,6 +47,7 @@ VARIANT_READINGS: dict[tuple[str, str | None], str] = {
 MINUS, MINUS_COLOUR = "A − B", "#8B6FC0"  # a difference of two subjects
 DETAIL, WITHOUT = " · ", "without "  # between a series and one run of it, or what it lacks
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
+NOISE = 1e-6  # differences below this share of the values are rounding
 TURN, DARK, LIGHT, FULL = 0.055, 0.28, 0.65, 0.5
 """Of shades: how far the hue turns, roots of luminance from and to, which stand out on both pages, least saturation."""
 MARKS = (
@@ -241,12 +243,57 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
         axis.automargin = True
         upright = axis.plotly_name.startswith("y")
         axis.title.standoff = 14 + 10 * str(axis.title.text or "").count("<br>") if upright else 12
+    _without_noise(figure)
     for note in layout.annotations:
         note.font.size = 13
     for trace in figure.data:
         if "<" in str(trace.name):
             trace.name = _tame(trace.name)
     return figure
+
+
+def values_by_axis(figure: go.Figure, skip: str = "") -> dict[str, np.ndarray]:
+    """Return all finite values drawn along each numeric axis of curves and bars: points, error bars, bars from zero, stacked sums.
+
+    Axes that match another are counted there. `skip`: `meta` of traces that are left out.
+    """
+    values, stacks = dict[str, list[np.ndarray]](), dict[Any, float]()
+    for trace in figure.data:
+        if trace.type not in ("scatter", "bar") or (skip and trace.meta == skip):
+            continue
+        if trace.type == "scatter" and trace.mode == "text":
+            continue
+        letter = "x" if trace.orientation == "h" else "y"
+        axis = str(trace[f"{letter}axis"] or letter)
+        axis = str(figure.layout[f"{letter}axis{axis[1:]}"].matches or axis)
+        name, numbers = f"{letter}axis{axis[1:]}", trace[letter]
+        if numbers is None or not len(numbers) or figure.layout[name].type == "category":
+            continue
+        if any(isinstance(v, str) for v in numbers):
+            continue
+        drawn, error = np.asarray(numbers, dtype=float), trace[f"error_{letter}"]
+        up = np.zeros(len(drawn)) if error.array is None else np.nan_to_num(np.asarray(error.array, dtype=float))
+        down = up if error.arrayminus is None else np.nan_to_num(np.asarray(error.arrayminus, dtype=float))
+        values.setdefault(name, []).extend([drawn + up, drawn - down])
+        if trace.type == "bar":
+            values[name].append(np.zeros(1))
+            if figure.layout.barmode in ("stack", "relative"):
+                places = trace["y" if letter == "x" else "x"]
+                for place, value in zip(places if places is not None else range(len(drawn)), drawn, strict=True):
+                    key = name, trace.xaxis, trace.yaxis, trace.offsetgroup, place, value >= 0
+                    stacks[key] = stacks.get(key, 0.0) + float(np.nan_to_num(value))
+    for key, total in stacks.items():
+        values[key[0]].append(np.array([total]))
+    together = {name: np.concatenate(parts) for name, parts in values.items()}
+    return {name: finite for name, all_ in together.items() if len(finite := all_[np.isfinite(all_)])}
+
+
+def _without_noise(figure: go.Figure) -> None:
+    """Give axes whose values differ by rounding alone a range from 0, where they are one line."""
+    for name, values in values_by_axis(figure).items():
+        axis, low, high = figure.layout[name], float(values.min()), float(values.max())
+        if axis.range is None and axis.type != "log" and high - low <= NOISE * max(-low, high):
+            axis.range = [min(0.0, 2 * low), max(0.0, 2 * high)]
 
 
 def at_least(figure: go.Figure, pixels: int) -> go.Figure:

@@ -14,6 +14,8 @@ from workbench.errors import WorkbenchError
 from workbench.plots.grids import safe
 from workbench.plots.style import BARS, MINUS, SEQUENTIAL, at_least, colour, dressed
 
+MAP = 330  # pixels that a map beside another needs
+
 
 def token_ticks(tokens: Sequence[str]) -> list[str]:
     """`index:token`, unique and safe inside a figure."""
@@ -49,13 +51,16 @@ def attention_pair(
         figure.add_trace(trace, 1, i + 1)
         every = max(1, -(-len(tokens) // 26))
         ticks = {"tickvals": trace.x[::every], "tickfont": {"size": 10}, "type": "category", "showgrid": False}
-        figure.update_xaxes(title_text="key: where attention goes", tickangle=-90, **ticks, row=1, col=i + 1)
+        figure.update_xaxes(title_text="key token", tickangle=-90, **ticks, row=1, col=i + 1)
+        across = {"scaleanchor": f"x{i + 1}" if i else "x", "constrain": "domain"}
+        figure.update_xaxes(constrain="domain", row=1, col=i + 1)
         figure.update_yaxes(
-            title_text="query: who attends" if i == 0 else "", autorange="reversed", **ticks, row=1, col=i + 1
+            title_text="query token" if i == 0 else "", autorange="reversed", **ticks, **across, row=1, col=i + 1
         )
     figure = dressed(figure, title, under, 430)
     bar = {"title": {"text": "attention"}, "thickness": 14}
-    return figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar})
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar})
+    return at_least(figure, MAP * len(maps)) if len(maps) > 1 else figure
 
 
 def next_tokens_figure(found: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:

@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.plots.compare import AXES, subtracted
+from workbench.plots.forms import MAX_WHOLE
 from workbench.plots.records import checked, plot
 from workbench.plots.style import DIVERGING, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
 from workbench.runs.records import typed
@@ -56,7 +57,9 @@ def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     return subtracted(rows, means, keys, "below 0: lower in A")
 
 
-def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False) -> go.Figure:
+def curves(
+    parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False, spread: str = "range"
+) -> go.Figure:
     """Plot curves over training of one part, or of A and B with A - B in another panel."""
     full = [p for p in parts if len(p)]
     if len(full) == 2:
@@ -64,7 +67,9 @@ def curves(parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x:
     made, widths = zip(*(thinned(p) for p in full), strict=True) if full else ((), ())
     if not made:
         raise WorkbenchError("nothing to draw: these runs have not written it down")
-    figure = plot(pd.concat(made, ignore_index=True), form="steps", smooth=smooth, log_x=log_x, title=title)
+    figure = plot(
+        pd.concat(made, ignore_index=True), form="steps", smooth=smooth, log_x=log_x, title=title, spread=spread
+    )
     if log_x:
         figure.update_xaxes(dtick="D2")
     if max(widths) > 1:
@@ -155,7 +160,7 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
     most = max(len(grid) for _, grid in grids)
     figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most))
     figure.update_xaxes(type="category", tickangle=-60, tickfont_size=10)
-    figure.update_yaxes(dtick=1 if most <= 16 else None)
+    figure.update_yaxes(dtick=1 if most <= MAX_WHOLE else None)
     figure.update_yaxes(title_text="layer", col=1)
     return _scaled(dressed(figure, "Gradient norms, layer by layer", under, figure.layout.height))
 
@@ -282,22 +287,32 @@ def _scaled(figure: go.Figure) -> go.Figure:
     if not len(norms):
         raise WorkbenchError("all gradients are zero here")
     bottom, top = float(np.percentile(norms, 3)), float(norms.max())
-    bar = {"title": {"text": "norm"}, "thickness": 12, "x": 1.01, **_ticks(bottom, top)}
+    bar = {"title": {"text": "norm"}, "thickness": 12, "x": 1.01, **_ticks(bottom, top, clipped=norms.min() < bottom)}
     figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": bottom, "cmax": top, "colorbar": bar})
     if len(ratios):
         limit = float(np.percentile(np.abs(ratios), 98)) or 1.0
-        bar = {"title": {"text": "A ÷ B"}, "thickness": 12, "x": 1.12, **_ticks(-limit, limit, "×")}
+        bar = {
+            "title": {"text": "A ÷ B"},
+            "thickness": 12,
+            "x": 1.12,
+            **_ticks(-limit, limit, "×", clipped=np.abs(ratios).max() > limit),
+        }
         figure.update_layout(coloraxis2={"colorscale": DIVERGING, "cmin": -limit, "cmax": limit, "colorbar": bar})
     return figure
 
 
-def _ticks(low: float, high: float, sign: str = "") -> dict[str, Any]:
-    """Ticks between two logarithms; only powers of ten over a wide range."""
+def _ticks(low: float, high: float, sign: str = "", *, clipped: bool = False) -> dict[str, Any]:
+    """Ticks between two logarithms; only powers of ten over a wide range. `clipped`: values beyond the ends have their colour."""
     powers = range(int(np.floor(low)), int(np.ceil(high)) + 1)
     fine = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)
     steps = fine if high - low < 0.8 else (1, 2, 5) if high - low < 3 else (1,)
     marks = [m * 10.0**p for p in powers for m in steps if low <= np.log10(m * 10.0**p) <= high]
-    return {"tickvals": [float(np.log10(m)) for m in marks], "ticktext": [f"{sign}{m:g}" for m in marks]}
+    words = [f"{sign}{m:g}" for m in marks]
+    if clipped and words:
+        ends = {0: (low, "≤ "), len(marks) - 1: (high, "≥ ")} if sign else {0: (low, "≤ ")}
+        for i, (end, mark) in ends.items():
+            marks[i], words[i] = 10**end, f"{mark}{sign}{10**end:.2g}"
+    return {"tickvals": [float(np.log10(m)) for m in marks], "ticktext": words}
 
 
 def coefficients_figure(frame: pd.DataFrame) -> go.Figure:

@@ -43,9 +43,10 @@ def sharpest_pairs(
     """Return the largest weight per head and document, except those to the first position and to the query itself.
 
     ids: int64 [document, pos]. Returns a row for each layer, head and document (the row of `ids`): query, key (positions),
-    weight. Equal weights: the earliest query, then key. Costs one run per document and O(L H T^2 d_head); the model is
-    locked for one document at a time. `progress` is called with (documents done, all), and may raise to stop. Raises `BadData` for
-    fewer than 3 tokens and where an observed model shows no attention.
+    weight, and first_position, the mean weight of position 0 over all later queries. Equal weights: the earliest query, then
+    key. Costs one run per document and O(L H T^2 d_head); the model is locked for one document at a
+    time. `progress` is called with (documents done, all), and may raise to stop. Raises `BadData` for fewer than 3 tokens and
+    where an observed model shows no attention.
     """
     documents, T = ids.shape
     if T < 3:
@@ -61,10 +62,11 @@ def sharpest_pairs(
                 for _, _, part in weights_by_keys(softmaxes, head, range(T), range(T)):
                     weights += part
                 query, key = divmod(int(weights.where(others, -torch.inf).argmax()), T)
-                rows.append((layer, head, document, query, key, float(weights[query, key])))
+                first = float(weights[1:, 0].mean())
+                rows.append((layer, head, document, query, key, float(weights[query, key]), first))
         if progress is not None:
             progress(document + 1, documents)
-    return pd.DataFrame(rows, columns=["layer", "head", "document", "query", "key", "weight"])
+    return pd.DataFrame(rows, columns=["layer", "head", "document", "query", "key", "weight", "first_position"])
 
 
 def excerpt(model: HookedModel, ids: Sequence[int], query: int, key: int, *, letters: int = 0) -> Excerpt:

@@ -91,10 +91,10 @@ def concentration_text(frame: pd.DataFrame) -> str:
     init = _at_init(frame, before[before["variant"].isna()], layer)
     if not top["value"] > NOTHING:
         return (
-            f"No: most in layer {layer}, {max(top['value'], 0.0):.4f} nats from uniform causal attention (0 by definition{init}), too "
-            "little to be split into parts: nothing is learned yet."
+            f"Not concentrated: most in layer {layer}, {max(top['value'], 0.0):.4f} nats from uniform causal attention (0 by definition"
+            f"{init}), too little to be split into parts: nothing is learned yet."
         )
-    strength = "Hardly" if top["value"] < 0.05 else "Yes"
+    strength = "Hardly concentrated" if top["value"] < 0.05 else "Concentrated"
     span = f" Layers range from {whole['value'].min():.2f} to {whole['value'].max():.2f}." if len(whole) > 1 else ""
     return (
         f"{strength}: most in layer {layer}, {pm(top['value'], top['se'])} nats from uniform causal attention "

@@ -184,11 +184,12 @@ def _part(progress: Progress | None, before: int, parts: int) -> Progress | None
 
 
 QUESTIONS = {
-    "concentration": "Does attention concentrate, and where?",
-    "sinks": "Are sinks drained?",
-    "token_share": "How much of the deep values is only the token?",
-    "residual": "Would a value residual help here?",
+    "concentration": "Concentration of attention",
+    "sinks": "Attention sinks",
+    "token_share": "Token information in values",
+    "residual": "Loss change under value replacement",
 }
+"""Titles of the four questions."""
 SENTENCES = {
     "concentration": concentration_text,
     "sinks": sinks_text,
@@ -275,13 +276,14 @@ def _shown(name: str, rows: pd.DataFrame) -> bool:
 
 
 def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
-    """A question's picture, of one model's rows or of a difference of two; the question is its title."""
+    """A question's picture, of one model's rows or of a difference of two."""
     if not _shown(name, rows):
-        return plots.dressed(go.Figure(), f"{QUESTIONS[name]} Nothing to draw", "not measurable here", 60)
+        return plots.dressed(go.Figure(), f"{QUESTIONS[name]}: nothing to draw", "not measurable here", 60)
     figure = _picture(name, rows)
     title = figure.layout.title
-    shown = title.text.removesuffix("?")
-    title.subtitle.text, title.text = f"{shown}; {title.subtitle.text}", QUESTIONS[name]
+    if title.text != QUESTIONS[name] and name == "token_share":  # it names the values
+        title.subtitle.text = f"{title.text}; {title.subtitle.text}"
+    title.text = QUESTIONS[name]
     return figure
 
 

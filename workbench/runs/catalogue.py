@@ -30,7 +30,7 @@ from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
 
-KIND, VERSION = "catalogue", "7"
+KIND, VERSION = "catalogue", "8"
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
 LOOKS = 1500  # tables whose times are read in each call, 5 ms
@@ -290,6 +290,10 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
         options, alike = entry.options, kin[entry.group, entry.architecture]
         differing = sorted(k for k in options if any(other.options.get(k) != options[k] for other in alike))
         suffix = "".join(f" {k}={_in_short(options[k])}" for k in differing)
+        if entry.imported and sum(other.seed == entry.seed for other in alike) == len(alike):
+            suffix += (
+                f" · {entry.name}"  # seeds that were given group runs of one model; others are models of their own
+            )
         yield dataclasses.replace(entry, series=entry.architecture + suffix)
 
 

@@ -61,17 +61,19 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
     """
     shared = method.index.intersection(baseline.index)
     method, baseline = method.loc[shared], baseline.loc[shared]
-    each = (method["at"] - baseline["at"]).to_numpy(dtype=float)
-    if len(each) < 2 or (method["formed"].all() and baseline["formed"].all()):
-        return over_seeds(each)
+    steps = (method["at"] - baseline["at"]).astype(float).rename_axis("seed")
+    if len(steps) < 2 or (method["formed"].all() and baseline["formed"].all()):
+        return over_seeds(steps)
     scores = _log_rank_scores(pd.concat([method, baseline], ignore_index=True))
     own, others = scores[: len(shared)], scores[len(shared) :]
     test = stats.permutation_test(
         (own, others), lambda a, b, axis: a.sum(axis) - b.sum(axis), vectorized=True, n_resamples=PERMUTATIONS, rng=0
     )
-    mean = float(each.mean())
+    mean, names = float(steps.mean()), tuple(map(str, steps.index))
     agree = mean * float(own.sum() - others.sum()) < 0  # fewer events than expected: later
-    return Interval(mean, math.nan, math.nan, len(each), float(test.pvalue) if agree else 1.0, tuple(each.tolist()))
+    return Interval(
+        mean, math.nan, math.nan, len(steps), float(test.pvalue) if agree else 1.0, tuple(steps.tolist()), names
+    )
 
 
 def _log_rank_scores(runs: pd.DataFrame) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -37,16 +37,17 @@ def confidence() -> str:
     return percent(LEVEL)
 
 
-def t_quantile(degrees: float) -> float:
-    """Return the two-sided quantile of Student's t distribution at the confidence level."""
-    return float(stats.t.ppf((1 + LEVEL) / 2, degrees))
+def t_quantile(degrees: float, error: float | None = None) -> float:
+    """Return the two-sided quantile of Student's t distribution at an error level, by default 1 - `LEVEL`."""
+    return float(stats.t.isf((significance() if error is None else error) / 2, degrees))
 
 
 @dataclass(frozen=True)
 class Interval:
     """A mean over n documents or seeds with its confidence interval and the p-value of a two-sided test against 0.
 
-    The test is Student's t test over seeds and a sign permutation test over paired documents. `each` holds one number per seed.
+    The test is Student's t test over seeds and a sign permutation test over paired documents. `each` holds one number per seed, and
+    `seeds` their names where they are known.
     """
 
     value: float
@@ -55,11 +56,29 @@ class Interval:
     n: int
     p: float = math.nan
     each: tuple[float, ...] = field(default=(), repr=False)
+    seeds: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def sign(self) -> int:
         """-1 or 1 if the interval excludes 0, else 0 (also for NaN bounds)."""
         return -1 if self.high < 0 else 1 if self.low > 0 else 0
+
+    def widened(self, factor: float) -> Interval:
+        """Return the interval with the error level divided by `factor`, as `holm_factors` gives it.
+
+        Only Student's intervals over seeds can be widened, of the numbers themselves or of the logarithm of 1 minus a saved share. The
+        bounds of any other interval become NaN.
+        """
+        x = np.asarray(self.each)
+        if len(x) > 1 and math.isfinite(self.low):
+            for to, back in ((np.asarray, np.asarray), (lambda v: -np.log1p(-v), lambda v: -np.expm1(-np.asarray(v)))):
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    mean, error = float(to(x).mean()), float(to(x).std(ddof=1)) / math.sqrt(len(x))
+                plain, wide = (error * t_quantile(len(x) - 1, significance() / f) for f in (1.0, factor))
+                if np.allclose(back([mean - plain, mean + plain]), [self.low, self.high], rtol=1e-9, atol=1e-12):
+                    low, high = (float(bound) for bound in back([mean - wide, mean + wide]))
+                    return replace(self, low=low, high=high)
+        return replace(self, low=math.nan, high=math.nan)
 
     def __str__(self) -> str:
         if math.isnan(self.low):
@@ -90,16 +109,19 @@ def over_seeds(values: Sequence[float] | np.ndarray | pd.Series) -> Interval:
     if len(x) < 2 or not np.isfinite(x).all():
         return Interval(mean, math.nan, math.nan, len(x))
     error, degrees, each = float(x.std(ddof=1)) / math.sqrt(len(x)), len(x) - 1, tuple(x.tolist())
+    seeds = tuple(map(str, values.index)) if isinstance(values, pd.Series) and values.index.name == "seed" else ()
     if not error:
-        return Interval(mean, mean, mean, len(x), float(mean == 0), each)
+        return Interval(mean, mean, mean, len(x), float(mean == 0), each, seeds)
     low, high = stats.t.interval(LEVEL, degrees, mean, error)  # `ttest_1samp` warns if all seeds are nearly equal
-    return Interval(mean, float(low), float(high), len(x), 2 * float(stats.t.sf(abs(mean) / error, degrees)), each)
+    return Interval(
+        mean, float(low), float(high), len(x), 2 * float(stats.t.sf(abs(mean) / error, degrees)), each, seeds
+    )
 
 
 def paired_seeds(method: pd.Series, baseline: pd.Series) -> Interval:
     """Return the mean of method - baseline over shared seeds; both series are indexed by seed."""
     shared = method.index.intersection(baseline.index)
-    return over_seeds((method.loc[shared] - baseline.loc[shared]).to_numpy(dtype=float))
+    return over_seeds((method.loc[shared] - baseline.loc[shared]).astype(float).rename_axis("seed"))
 
 
 def paired_documents(method: pd.DataFrame, baseline: pd.DataFrame, seed: int = 0) -> Interval:

@@ -19,3 +19,15 @@ def holm(p: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(1, np.maximum.accumulate(np.arange(len(p), 0, -1) * np.asarray(p)[order]))
     return [float(x) for x in adjusted]
+
+
+def holm_factors(p: Sequence[float]) -> list[float]:
+    """Return the number that Holm's procedure multiplies each p-value by, in input order: at least 1, at most their count.
+
+    An interval with the error level divided by this factor excludes 0 exactly where the adjusted p-value rejects.
+    """
+    order, values = np.argsort(p, kind="stable"), np.sort(np.asarray(p, dtype=float), kind="stable")
+    steps = np.arange(len(p), 0, -1, dtype=float)
+    adjusted, factors = np.maximum.accumulate(steps * values), np.empty(len(p))
+    factors[order] = np.divide(adjusted, values, out=steps.copy(), where=values > 0)
+    return [float(x) for x in factors]

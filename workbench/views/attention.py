@@ -32,6 +32,7 @@ STATISTICS = {
     "normalised_entropy": "normalised entropy", "row_entropy": "entropy (nats)", "effective_keys": "effective keys",
     "sink_mass": "attention to the first token",
 }  # fmt: skip
+UNRELATED = "A − B subtracts equal head numbers of two runs, which are unrelated heads."
 UNIFORM = "spread evenly"  # as CSV files name uniform attention
 MEANS = "means over queries; normalised entropy and sink without the first query, which attends to itself alone"
 
@@ -131,7 +132,13 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
     patterns = []
     for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
         overview = _overview(source, choice.subjects, choice.text, choice.pool, i)
-        queries, keys = (_within(span, len(tokens)) for span in (choice.queries, choice.keys))
+        # first and last + 1 of the shown spans; B's prompt may be shorter than A's
+        starts = [min(span[0], len(tokens) - 1) for span in (choice.queries, choice.keys)]
+        ends = [
+            max(first, min(span[1], len(tokens) - 1)) + 1
+            for first, span in zip(starts, (choice.queries, choice.keys), strict=True)
+        ]
+        queries, keys = zip(starts, ends, strict=True)
         window = _window(source, choice, i, queries, keys, choice.pool)
         column = _window(source, choice, i, (0, len(tokens)), keys, "mean")
         _report(source, len(choice.subjects), 2 * i + 1, 1, 2)
@@ -184,12 +191,6 @@ def _report(source: Source, models: int, part: int, done: int, total: int) -> No
         source.progress(round(100 * (part + done / total) / (2 * models)), 100)
 
 
-def _within(span: tuple[int, int], T: int) -> tuple[int, int]:
-    """First and last + 1 of a span, in a prompt that may be shorter than A's."""
-    first = min(span[0], T - 1)
-    return first, max(first, min(span[1], T - 1)) + 1
-
-
 def _window(
     source: Source, choice: Choice, i: int, queries: tuple[int, int], keys: tuple[int, int], pool: prompts.Pool
 ) -> prompts.Window:
@@ -225,7 +226,13 @@ def cells(edges: list[int], tokens: list[str]) -> list[str]:
 def where(choice: Choice, patterns: list[Seen]) -> str:
     """The selected head, and the meaning of a cell of its map."""
     of = "" if choice.branch is None else f", keys of {whose(choice.branch)} only"
-    return f"layer {choice.layer}, head {choice.head}{of}; {cell_words(choice, patterns)}"
+    alone = f"{patterns[0].subject.title}; " if len(patterns) == 1 else ""  # two name their panels
+    return f"{alone}layer {choice.layer}, head {choice.head}{of}; {cell_words(choice, patterns)}"
+
+
+def unrelated(choice: Choice) -> str:
+    """A warning if heads of two runs are subtracted by their numbers; empty otherwise."""
+    return UNRELATED if len({s.entry.path for s in choice.subjects}) > 1 and choice.alike else ""
 
 
 def whose(branch: str) -> str:
@@ -261,18 +268,14 @@ def overview(source: Source, link: Link) -> Drawing:
             f"{s.subject.title}: strongest sink in layer {int(sinkiest['layer'])}, head {int(sinkiest['head'])} "
             f"(mass {sinkiest['sink_mass']:.2f}; uniform attention {s.overview.uniform['sink_mass']:.2f})"
         )
-    return Drawing(figure, _tile_table(parts), ". ".join(strongest) + ".")
-
-
-def _tile_table(parts: list[tuple[str, np.ndarray]]) -> pd.DataFrame:
-    """A row for each cell on and below the diagonal of the map of a head [layer, head, query, key]."""
-    frames = []
+    frames = []  # a row for each cell on and below the diagonal of a head's map
     for title, tiles in parts:
         row, column = np.tril_indices(tiles.shape[-1])
         layer, head, cell = np.indices((*tiles.shape[:2], len(row))).reshape(3, -1)
         names = {"layer": layer, "head": head, "row": row[cell], "column": column[cell]}
         frames.append(pd.DataFrame({"model": title, **names, "attention": tiles[..., row, column].ravel()}))
-    return pd.concat(frames, ignore_index=True).head(MAX_ROWS)
+    table = pd.concat(frames, ignore_index=True).head(MAX_ROWS)
+    return Drawing(figure, table, f"{'. '.join(strongest)}. {unrelated(choice)}".strip())
 
 
 @view("attention")
@@ -287,7 +290,7 @@ def weights(source: Source, link: Link) -> Drawing:
             columns[0] += "\u200b" * len(parts)
         grid = plots.Grid(
             s.window.weights, rows, columns, "attention", "query: who attends", "key: where attention goes",
-            span=(0.0, top), upward=False,
+            span=(0.0, top), upward=False, square=True,
         )  # fmt: skip
         parts.append((s.subject.title, grid))
     figure = plots.grids(parts, "Attention", where(choice, patterns))  # whose titles name the columns of the CSV file
@@ -295,7 +298,7 @@ def weights(source: Source, link: Link) -> Drawing:
     figure.for_each_yaxis(lambda axis: axis.update(title_text="query token" if axis.title.text else ""))
     if choice.scale == "root":
         figures.lifted(figure)
-    return Drawing(figure, plots.grid_table(parts))
+    return Drawing(figure, plots.grid_table(parts), unrelated(choice))
 
 
 @view("attention")
@@ -304,7 +307,7 @@ def received(source: Source, link: Link) -> Drawing:
     choice, patterns = seen(source, link)
     lines = [(s.subject.series, cells(s.window.keys, s.tokens), s.received, s.evenly) for s in patterns]
     figure = figures.received_figure(
-        lines, f"layer {choice.layer}, head {choice.head}; all queries", minus=choice.alike
+        lines, f"{where(choice, patterns).rpartition('; ')[0]}; all queries", minus=choice.alike
     )
     names = ("key", "received, queries", f"{UNIFORM}, queries")
     table = [
@@ -322,7 +325,7 @@ def query(source: Source, link: Link) -> Drawing:
     held = [(s, s.row) for s in patterns if s.row is not None]
     bars = [(s.subject.series, cells(s.window.keys, s.tokens), row) for s, row in held]
     at = int(choice.lock or 0)
-    under = f"query {at}: {short(choice.tokens[0][at])}; layer {choice.layer}, head {choice.head}"
+    under = f"query {at}: {short(choice.tokens[0][at])}; {where(choice, patterns).rpartition('; ')[0]}"
     figure = figures.row(bars, under, minus=choice.alike)
     table = [
         pd.DataFrame({"model": s.subject.title, "query": cells([at, at + 1], s.tokens)[0], "key": b[1], "attention": b[2]})
@@ -336,8 +339,9 @@ def numbers(source: Source, link: Link) -> Drawing:
     """Entropy, effective keys and sink mass per head, beside uniform attention."""
     choice, patterns = seen(source, link)
     parts = [(s.subject.series, s.overview.statistics, s.overview.uniform) for s in patterns]
-    figure = figures.per_head(parts, STATISTICS, f"one prompt of {choice.length} tokens, {MEANS}")
-    return Drawing(figure, statistics(patterns))
+    named = f"{patterns[0].subject.title}; " if len(patterns) == 1 else ""
+    figure = figures.per_head(parts, STATISTICS, f"{named}one prompt of {choice.length} tokens, {MEANS}")
+    return Drawing(figure, statistics(patterns), unrelated(choice))
 
 
 def statistics(patterns: list[Seen]) -> pd.DataFrame:

@@ -10,16 +10,22 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import plots, prompts
+from workbench.claims.verdict import interval_table
+from workbench.claims.wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots import documents as drawn
+from workbench.plots.style import plain, wrapped
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run
+from workbench.statistics.intervals import MIN_SEEDS, confidence, paired_seeds
+from workbench.statistics.multiple_testing import holm_factors
 from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
 from workbench.views.source import LETTERS, RunAtStep, Source
+from workbench.views.training import VANILLA
 
 FORMS = {
     "auto": "automatic", "profile": "lines over layers", "positions": "map: layer by position", "heads": "map: layer by head",
@@ -31,8 +37,9 @@ AXES = {
 MAPS = ("positions", "heads", "pairs")
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 METRIC = "token_identity_share"
-FIRST = (METRIC, "sink_mass", "loss")
+FIRST = ("importance_entropy", METRIC, "sink_mass", "loss")
 """Measures that are shown by default, the first that is stored."""
+DOCUMENTS = 64  # that a page measures on
 MOST, OPENING = 10, 48  # documents that are shown; tokens of an excerpt, roughly
 
 
@@ -46,6 +53,12 @@ class DepthOptions(Measure):
     seed: str
     steps: list[int]
     step: int | None
+    spread: str
+
+    @property
+    def is_paired(self) -> bool:
+        """True if the models can be subtracted by layer: layers vary, and more than one series or run is selected."""
+        return "profile" in self.forms and self.rows["run"].nunique() > 1
 
     @property
     def has_course(self) -> bool:
@@ -71,7 +84,9 @@ def depth_options(source: Source, link: Link) -> DepthOptions:
     measure = select(link, metrics, metric, rows, rows)
     rows = measure.rows
     forms = ["auto", *(form for form, axis in AXES.items() if rows[axis].nunique() > 1)]
-    form = link.choice("view", forms)
+    # heads of several runs are averaged over their layer: their numbers are unrelated
+    averaged = rows["run"].nunique() > 1 and "profile" in forms and not {"positions", "ranks", "pairs"} & set(forms)
+    form = link.choice("view", forms, "profile" if averaged else None)
     seeds = ["all", *(str(s) for s in sorted(rows["seed"].dropna().unique()))]
     seed = link.choice("seed", seeds)
     steps = sorted(int(s) for s in rows["step"].dropna().unique())
@@ -79,7 +94,16 @@ def depth_options(source: Source, link: Link) -> DepthOptions:
     if steps and form != "steps":
         asked = link.whole("step")
         step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
-    return DepthOptions(**vars(measure), forms=forms, form=form, seeds=seeds, seed=seed, steps=steps, step=step)
+    return DepthOptions(**vars(measure), forms=forms, form=form, seeds=seeds, seed=seed, steps=steps, step=step,
+                        spread=link.choice("spread", plots.SPREADS, kind="error bars"))  # fmt: skip
+
+
+def measurable() -> list[str]:
+    """Names of all measures and experiments."""
+    from workbench.interventions import INTERVENTIONS
+    from workbench.metrics import METRICS
+
+    return sorted({*METRICS, *INTERVENTIONS})
 
 
 def about(metric: str) -> str:
@@ -115,9 +139,9 @@ def layers(source: Source, link: Link) -> Drawing:
     title = _title(selected, None if compare else selected.step)
     everything = pd.concat(stored, ignore_index=True)
     figure = (
-        plots.compared(stored, more_seeds, form=form, title=title)
+        plots.compared(stored, more_seeds, form=form, title=title, spread=selected.spread)
         if compare
-        else plots.plot(everything, form=form, title=title)
+        else plots.plot(everything, form=form, title=title, spread=selected.spread)
     )
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
@@ -138,7 +162,103 @@ def course(source: Source, link: Link) -> Drawing:
     means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
     rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
     title = f"{_title(selected, None)}{f': {of}' if of else ' '}over training"
-    return Drawing(plots.plot(rows, form="steps", title=title), rows)
+    return Drawing(plots.plot(rows, form="steps", title=title, spread=selected.spread), rows)
+
+
+@view("depth")
+def differences(source: Source, link: Link) -> Drawing:
+    """The paired difference by layer, over seeds, with its interval: of each model from the Transformer, or of A from B."""
+    selected = depth_options(source, link)
+    if not selected.is_paired:
+        raise WorkbenchError("no layers to pair, or one model only")
+    models: dict[str, tuple[list[Entry], int | None]] = {}
+    if link.on("compare"):
+        a, b = source.subjects(link)
+        base = "B"
+        for key, subject in ((a.entry.series, a), (base, b)):
+            alike = (subject.entry.group, subject.entry.series)
+            models[key] = [e for e in source.catalogue().entries if (e.group, e.series) == alike], subject.step
+        if models[a.entry.series][0] == models[base][0] and a.step == b.step:
+            raise WorkbenchError("A and B are two seeds of one model at one step: their difference is chance")
+        words = f", {plots.label(a.entry.series)} minus {plots.label(b.entry.series)}"
+    else:
+        base, words = VANILLA, " minus the Transformer's"
+        for entry in source.chosen(link):
+            models.setdefault(entry.series, ([], selected.step))[0].append(entry)
+        if base not in models:
+            raise WorkbenchError(
+                "no Transformer among the selected models to subtract; select one, or compare two models"
+            )
+    values = {name: _by_layer(source, selected, *of) for name, of in models.items()}
+    rows = []
+    for name in plots.ordered(n for n in values if n != base):
+        for layer in values[name].columns.intersection(values[base].columns):
+            interval = paired_seeds(values[name][layer].dropna(), values[base][layer].dropna())
+            rows += [(name, int(layer), interval)] if interval.n else []
+    if not rows:
+        raise WorkbenchError(f"no seed and layer has {selected.metric.replace('_', ' ')} in both models at this step")
+    tested = [i for i, (*_, interval) in enumerate(rows) if interval.n >= MIN_SEEDS]
+    factors = dict(zip(tested, holm_factors([rows[i][2].p for i in tested]), strict=True))
+    wide = [interval.widened(factors.get(i, 1.0)) for i, (*_, interval) in enumerate(rows)]
+    table = interval_table({f"{name}, layer {layer}": i for (name, layer, _), i in zip(rows, wide, strict=True)})
+    table = table.drop(columns="unit").assign(
+        architecture=[name for name, *_ in rows], layer=[layer for _, layer, _ in rows], metric=selected.metric, p=[i.p for i in wide],
+        significant=[bool(i in factors and interval.sign) for i, interval in enumerate(wide)],
+    )  # fmt: skip
+    few, most = int(table["n"].min()), int(table["n"].max())
+    if most < 2 and link.on("compare"):
+        raise WorkbenchError("one pair of runs, which A − B shows already")
+    seeds = f"{few}{f' to {most}' if most > few else ''} paired seed{'s' * (most > 1)}"
+    shown = table if most >= MIN_SEEDS else table.assign(low=float("nan"), high=float("nan"))
+    whisker = (
+        f"whisker: {confidence()} interval, Holm-adjusted over {len(tested)} comparisons; hollow: includes 0"
+        if tested
+        else ""
+    )
+    control = selected.rows["control"].isna()
+    unit = str(selected.rows["unit"].dropna().iloc[0]) if selected.rows["unit"].notna().any() else ""
+    under = "; ".join(filter(None, (f"mean over {seeds}", whisker)))
+    axis = f"{unit}, difference", plots.reading_direction(selected.rows[control])
+    title = f"{_title(selected, None)}{words}" + (
+        "" if link.on("compare") or selected.step is None else f", step {selected.step}"
+    )
+    figure = plots.layer_differences(shown, title, wrapped(under, 125), axis)
+    sentences = []
+    for name, part in table.groupby("architecture", sort=False):
+        layers_of = part.loc[part["significant"], "layer"].tolist()
+        where = (
+            f"differs in layer{'s' * (len(layers_of) > 1)} {listed(list(map(str, layers_of)))}"
+            if layers_of
+            else "no layer differs"
+        )
+        sentences.append(f"{plain(plots.label(str(name)))}: {where}")
+    sentence = (
+        f"{'. '.join(sentences)} ({seeds}, Holm-adjusted)."
+        if tested
+        else f"{seeds.capitalize()}: a verdict needs {MIN_SEEDS}."
+    )
+    return Drawing(figure, table, sentence)
+
+
+def has_pairs(source: Source, link: Link, selected: DepthOptions) -> bool:
+    """Return True if `differences` shows more than A - B of one pair of runs: models that share two seeds, or a Transformer."""
+    if not selected.is_paired:
+        return False
+    if not link.on("compare"):
+        series = {e.series for e in source.chosen(link)}
+        return VANILLA in series and len(series) > 1
+    a, b = source.subjects(link)
+    of = [(s.entry.group, s.entry.series) for s in (a, b)]
+    seeds = [{e.seed for e in source.catalogue().entries if (e.group, e.series) == key} for key in of]
+    return (of[0] != of[1] or a.step != b.step) and len(seeds[0] & seeds[1]) > 1
+
+
+def _by_layer(source: Source, selected: DepthOptions, entries: Sequence[Entry], step: int | None) -> pd.DataFrame:
+    """The measure [seed, layer] at a step, the mean over heads, positions and runs of a seed."""
+    rows = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
+    rows = rows[rows["control"].isna() & rows["layer"].notna()]
+    rows = one_sample(rows if step is None else rows[rows["step"] == step])
+    return rows.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float)
 
 
 def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None) -> dict[str, pd.DataFrame]:

@@ -76,6 +76,7 @@ class Finding:
     best: str
     """The experiment of `rates` with the lowest final loss of the Transformer."""
     intervals: dict[str, Interval]
+    """As wide as Holm's correction demands."""
     never: dict[str, str]
     """Runs of a series that never reached the step, as `2 of 3`, by series."""
     verdicts: dict[str, Verdict]
@@ -122,7 +123,16 @@ def _paired(runs: Sequence[Entry]) -> int:
 
 def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *, by_rule: bool) -> Finding:
     outcome = COPYING if experiments[group][0].kind == "repeated" else LOSS
-    rates = _rates(experiments, group)
+
+    def setting(runs: Sequence[Entry]) -> tuple[float, str]:
+        """The learning rate of an experiment, and a digest of everything else."""
+        run = Run.open(runs[0].path)
+        recipe = {k: v for k, v in asdict(run.train).items() if k != "lr"}
+        return run.train.lr, digest(run.info["model"], recipe, run.info["data"])
+
+    shape = group.rpartition("-")[0]  # kind, layers and width
+    settings = {name: setting(runs) for name, runs in experiments.items() if name.rpartition("-")[0] == shape}
+    rates = {name: lr for name, (lr, rest) in settings.items() if rest == settings[group][1]}
     losses = {}
     for name in rates:
         rows = _final(source, [e for e in experiments[name] if e.series == VANILLA], outcome.quantity)
@@ -138,19 +148,8 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
         raise WorkbenchError(f"{outcome.quantity.replace('_', ' ')} was not logged to the end of these runs")
     never = {n: f"{int((~o['formed']).sum())} of {len(o)}" for n, o in outcomes.items() if not o["formed"].all()}
     title, verdicts = experiments[selected][0].title, judge_differences(intervals)
+    intervals = {name: interval.widened(verdicts[name].factor) for name, interval in intervals.items()}
     return Finding(outcome, selected, title, rates, best, intervals, never, verdicts)
-
-
-def _rates(experiments: dict[str, list[Entry]], group: str) -> dict[str, float]:
-
-    def setting(name: str) -> tuple[float, str]:
-        run = Run.open(experiments[name][0].path)
-        recipe = {k: v for k, v in asdict(run.train).items() if k != "lr"}
-        return run.train.lr, digest(run.info["model"], recipe, run.info["data"])
-
-    shape = group.rpartition("-")[0]  # kind, layers and width
-    settings = {name: setting(name) for name in experiments if name.rpartition("-")[0] == shape}
-    return {name: lr for name, (lr, rest) in settings.items() if rest == settings[group][1]}
 
 
 def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
@@ -218,7 +217,7 @@ def _direction(interval: Interval, outcome: Outcome) -> str:
 def _method(result: Finding) -> str:
     few, most = result.seeds
     seeds, many = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
-    holm = f"; verdicts Holm-corrected over {many} models" if many > 1 else ""
+    holm = f", Holm-adjusted over {many} models" if many > 1 else ""
     sentences = [
         f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
         if most > 1
@@ -260,11 +259,14 @@ def finding_differences(source: Source, link: Link) -> Drawing:
         n: f"{architecture_label(n)}, {result.never[n]} never" if n in result.never else architecture_label(n)
         for n in result.intervals
     }
-    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
     verdicts = [
         "unresolved" if verdict.status == "unresolved" else _direction(result.intervals[name], result.outcome)
         for name, verdict in result.verdicts.items()
     ]
-    table, under = table.assign(verdict=verdicts), f"{result.title}; left of 0: {result.outcome.less}"
-    drawn = plots.narrow(plots.intervals(table, result.outcome.title, under), HALF_PAGE)
+    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit).assign(
+        verdict=verdicts
+    )
+    under = f"{result.title}; left of 0: {result.outcome.less}"
+    many = f"{len(table)} models" if len(table) > 1 else ""
+    drawn = plots.narrow(plots.intervals(table, result.outcome.title, under, adjusted=many), HALF_PAGE)
     return Drawing(drawn, table, _method(result))

@@ -45,8 +45,8 @@ def follow(source: Source, link: Link) -> Drawing:
         sentences.append(_sentence(subject, flow))
     figure = plots.value_path(
         paths, f"Value flow of {quoted(tokens[at])}",
-        f"token {at}, layer {layer}; left: projection of each source on the value; right: attention weight times norm after W_O; "
-        "even: share under uniform attention; one text",
+        f"token {at}, layer {layer}; left: share of each source in the value; right: share of each reader in all attention to it "
+        "(weight times norm after W_O); in brackets: its share of what the reader gets, and that under uniform attention; one text",
     )  # fmt: skip
     return Drawing(figure, pd.concat(tables, ignore_index=True)[COLUMNS], " ".join(sentences))
 
@@ -153,6 +153,7 @@ def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
 def _path(subject: RunAtStep, flow: prompts.ValueFlow) -> plots.DrawnPath:
     own, others = plots.colour(subject.series), plots.colour(plots.MINUS)
     heads, later = _groups(flow)
+    everything = float(heads["amount"].abs().sum() + later["amount"].abs().sum()) or 1.0
     sources = []
     for path, projection, share in _sources(flow).itertuples(index=False):
         if share:
@@ -169,15 +170,16 @@ def _path(subject: RunAtStep, flow: prompts.ValueFlow) -> plots.DrawnPath:
     for added, how in ((False, "read again later"), (True, "added later, beside attention")):
         rows = later[later["added"] == added].to_dict("records")
         if rows:
-            strands = _strands([(f"layer {int(r['layer'])}", r, again) for r in rows], "layers")
+            strands = _strands([(f"layer {int(r['layer'])}", r, again) for r in rows], "layers", everything)
             readers[f"{what}, {how}"] = strands[::-1]
     attended = heads[~heads["added"]].to_dict("records")
     colours = [plots.HEADS[int(r["head"]) % len(plots.HEADS)] for r in attended]
-    here = _strands([(f"head {int(r['head'])}", r, c) for r, c in zip(attended, colours, strict=True)], "heads")
+    here = _strands(
+        [(f"head {int(r['head'])}", r, c) for r, c in zip(attended, colours, strict=True)], "heads", everything
+    )
     if len(beside := heads[heads["added"]].to_dict("records")):
-        row = _sum(beside, added=True)
-        here.append(plots.Strand(name="beside attention", size=row["amount"], says=_amount(row), colour=plots.GREY))
-    readers[f"read in layer {flow.layer}; % of its readers' input"] = here
+        here += _strands([("beside attention", _sum(beside, added=True), plots.GREY)], "", everything)
+    readers[f"read in layer {flow.layer}"] = here
     token = quoted(flow.tokens[flow.position])
     return plots.DrawnPath(
         title=subject.title, centre=f"{token}, layer {flow.layer}: norm {number(flow.norm)}", colour=own,
@@ -190,8 +192,8 @@ def _sum(rows: Sequence[Row], *, added: bool) -> Row:
     return sums | {"share": sums["amount"] / sums["total"], "even": sums["even_amount"] / sums["total"], "added": added}
 
 
-def _strands(rows: Sequence[tuple[str, Row, str]], kind: str) -> list[plots.Strand]:
-    """The largest, in their own order, and the others as one."""
+def _strands(rows: Sequence[tuple[str, Row, str]], kind: str, everything: float) -> list[plots.Strand]:
+    """The largest, in their own order, and the others as one; each with its share of `everything` that is read."""
     largest = sorted(range(len(rows)), key=lambda i: -rows[i][1]["amount"])[
         : MOST if len(rows) > MOST + 1 else len(rows)
     ]
@@ -199,9 +201,9 @@ def _strands(rows: Sequence[tuple[str, Row, str]], kind: str) -> list[plots.Stra
     rest = [row for i, (_, row, _) in enumerate(rows) if i not in largest]
     if rest:
         shown.append((f"{len(rest)} other {kind}", _sum(rest, added=rest[0]["added"]), plots.GREY))
-    return [plots.Strand(name=name, size=row["amount"], says=_amount(row), colour=c) for name, row, c in shown]
-
-
-def _amount(row: Row) -> str:
-    even = "" if row["added"] else f" (even: {row['even']:.0%})"
-    return f"{number(row['amount'])} = {row['share']:.0%}{even}"
+    strands = []
+    for name, row, colour in shown:
+        even = "" if row["added"] else f", uniform {row['even']:.0%}"
+        says = f"{row['amount'] / everything:.0%} ({row['share']:.0%} of what it gets{even})"
+        strands.append(plots.Strand(name=name, size=row["amount"], says=says, colour=colour))
+    return strands

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,16 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.models.registry import architecture_label
 from workbench.plots import heads as figures
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
+from workbench.statistics.sinks import SINK_MASS
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, select, unmeasured
 from workbench.views.positions import short
-from workbench.views.source import LETTERS, RunAtStep, Source
+from workbench.views.source import LETTERS, RunAtStep, Source, run_name
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
 """Default measures, the first that is stored; number of heads in the figure."""
@@ -53,13 +52,8 @@ class RunHead:
 
     @property
     def name(self) -> str:
-        """`ResFormer s0 · L3 H2`."""
+        """`ResFormer · s0 · L3 H2`."""
         return f"{run_name(self.entry)}{plots.DETAIL}L{self.layer} H{self.head}"
-
-
-def run_name(entry: Entry) -> str:
-    """`ResFormer s0`; an imported run's own name."""
-    return entry.name if entry.imported else f"{architecture_label(entry.series)} s{entry.seed}"
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
@@ -68,7 +62,11 @@ def run_name(entry: Entry) -> str:
 def head_options(source: Source, link: Link) -> HeadOptions:
     """Return the options of a link, absent ones at their defaults; raises `WorkbenchError` for unknown ones."""
     runs = _runs(source, link)
-    metrics = source.keep(("heads", tuple((e.path, e.stamp) for e in runs)), lambda: _metrics(source, runs))
+
+    def read() -> list[str]:
+        return [m for m in sorted({m for e in runs for m in e.measured}) if of_heads(source.records(runs, [m])).any()]
+
+    metrics = source.keep(("heads", tuple((e.path, e.stamp) for e in runs)), read)
     if not metrics:
         raise WorkbenchError(unmeasured(runs, "numbers of single heads", METRICS[0]))
     default = next((m for m in METRICS if m in metrics), None)
@@ -101,21 +99,6 @@ def _runs(source: Source, link: Link) -> list[Entry]:
     return [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
 
 
-def _metrics(source: Source, runs: Sequence[Entry]) -> list[str]:
-    names = sorted({m for e in runs for m in e.measured})
-    return [name for name in names if of_heads(source.records(runs, [name])).any()]
-
-
-def _unmeasured(runs: Sequence[Entry]) -> str:
-    if all(e.kind == "recorded" for e in runs):
-        return "a recording has no checkpoints to measure; the Training page shows what was recorded"
-    if all(e.shipped for e in runs):
-        return "no numbers of single heads are stored for these shipped runs"
-    given = " --data FILE" if runs[0].imported else ""
-    command = f"workbench measure {shlex.quote(runs[0].path)} -m {METRICS[0]} --steps all{given}"
-    return f"no numbers of single heads are stored for these runs yet. In a terminal: {command}"
-
-
 # ---- the ranking -----------------------------------------------------------------------------------------------------
 
 
@@ -129,27 +112,27 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
     asked = tuple((key, link.text(key)) for key in ("set", "models", "compare", "a", "b", "step", "step_b"))
     runs = tuple((e.path, e.stamp) for e in _runs(source, link))
     key = "ranked", runs, asked, selected.metric, selected.site, selected.variant, selected.end
-    table: pd.DataFrame = source.keep(key, lambda: _ranked(source, link, selected))
+
+    def rank() -> pd.DataFrame:
+        if link.on("compare"):
+            parts = []
+            for s in source.subjects(link):
+                part = _at(selected.rows[selected.rows["run"] == s.entry.name], s.step, strict=True)
+                parts.append(part.assign(tag=s.tag, architecture=s.series, whose=f"{s.tag}: {run_name(s.entry)}"))
+            table = pd.concat(parts)
+        else:
+            table = _at(selected.rows, link.whole("step")).assign(tag="")
+            table["whose"] = table["run"].map({e.name: run_name(e) for e in source.chosen(link)})
+        if table.empty:
+            raise WorkbenchError(f"no numbers of single heads are stored of {_words(selected)}")
+        heads = zip(table["whose"], table["layer"], table["head"], strict=True)
+        table = table.assign(name=[f"{whose}{plots.DETAIL}L{n} H{h}" for whose, n, h in heads]).drop(columns="whose")
+        table = table.sort_values(["run", "tag", "layer", "head"], kind="stable")
+        table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable").reset_index(drop=True)
+        return table.assign(rank=table.index + 1)
+
+    table: pd.DataFrame = source.keep(key, rank)
     return table
-
-
-def _ranked(source: Source, link: Link, selected: HeadOptions) -> pd.DataFrame:
-    if link.on("compare"):
-        parts = []
-        for s in source.subjects(link):
-            part = _at(selected.rows[selected.rows["run"] == s.entry.name], s.step, strict=True)
-            parts.append(part.assign(tag=s.tag, architecture=s.series, whose=f"{s.tag}: {run_name(s.entry)}"))
-        table = pd.concat(parts)
-    else:
-        table = _at(selected.rows, link.whole("step")).assign(tag="")
-        table["whose"] = table["run"].map({e.name: run_name(e) for e in source.chosen(link)})
-    if table.empty:
-        raise WorkbenchError(f"no numbers of single heads are stored of {_words(selected)}")
-    heads = zip(table["whose"], table["layer"], table["head"], strict=True)
-    table = table.assign(name=[f"{whose}{plots.DETAIL}L{n} H{h}" for whose, n, h in heads]).drop(columns="whose")
-    table = table.sort_values(["run", "tag", "layer", "head"], kind="stable")
-    table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable").reset_index(drop=True)
-    return table.assign(rank=table.index + 1)
 
 
 def _at(rows: pd.DataFrame, step: int | None, *, strict: bool = False) -> pd.DataFrame:
@@ -294,16 +277,20 @@ def passages(source: Source, link: Link) -> Drawing:
     top = pairs[(pairs["layer"] == picked.layer) & (pairs["head"] == picked.head)]
     top = top.sort_values(["weight", "document"], ascending=[False, True], kind="stable").head(PASSAGES)
     table = _with_tokens(source.model(subject), top, ids, LETTERS.get(picked.entry.kind, 0))
-    table = table.assign(run=picked.entry.name, step=subject.step)
+    first_position = float(
+        pairs.loc[(pairs["layer"] == picked.layer) & (pairs["head"] == picked.head), "first_position"].mean()
+    )
+    table = table.assign(run=picked.entry.name, step=subject.step, first_position=first_position)
     first = table.iloc[0]
     under = (
-        f"step {subject.step}; largest weight in each of {len(ids)} documents of {ids.shape[1]} tokens; position 0 and the query "
-        "itself excluded"
+        f"step {subject.step}; largest weight in each of {len(ids)} documents of {ids.shape[1]} tokens; position 0, "
+        f"which gets {first_position:.2f} of the attention on average, and the query itself are excluded"
     )
     drawn = table.assign(**{c: table[c].map(short) for c in ("key token", "query token")})
     sentence = (
         f"Largest weight: {first['weight']:.2f} from “{first['query token']}” (token {first['query']}) to “{first['key token']}” "
-        f"(token {first['key']}, {first['distance']} back); smallest shown: {table['weight'].iloc[-1]:.2f}."
+        f"(token {first['key']}, {first['distance']} back); smallest shown: {table['weight'].iloc[-1]:.2f}. "
+        f"Mean attention to position 0{', an attention sink' if first_position > SINK_MASS else ''}: {first_position:.2f}."
     )
     figure = figures.pairs_figure(
         drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under

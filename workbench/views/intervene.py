@@ -197,9 +197,11 @@ def effect(source: Source, link: Link) -> Drawing:
         columns = {"token": names, "before": e.loss_before, "after": e.loss_after, "change": change}
         frames.append(pd.DataFrame({"model": subject.title, **columns}))
         before, after = e.loss_before.mean(), e.loss_after.mean()
+        same = len(e.loss_after) > 1 and float(np.ptp(e.loss_after)) < 1e-4
+        constant = "; every token has the same loss now: the model ignores the text" if same else ""
         sentences.append(
             f"{subject.title}: mean loss {before:.3f} to {after:.3f} nats, change {_mean(change)}; "
-            f"KL divergence of the next-token distribution {e.divergence:.3f} nats{_constant(e.loss_after)}"
+            f"KL divergence of the next-token distribution {e.divergence:.3f} nats{constant}"
             if edited
             else f"{subject.title}: mean loss {before:.3f} nats per token"
         )
@@ -223,12 +225,6 @@ def _mean(change: np.ndarray) -> str:
         return f"{change.mean():+.3f} nats (one token)"
     se = change.std(ddof=1) / np.sqrt(len(change))
     return f"{change.mean():+.3f} nats (SE over the {len(change)} tokens of this text: {se:.3f})"
-
-
-def _constant(losses: np.ndarray) -> str:
-    """A warning if every token has one loss: the model then ignores the text."""
-    same = len(losses) > 1 and float(np.ptp(losses)) < 1e-4
-    return "; every token has the same loss now: the model ignores the text" if same else ""
 
 
 def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit: str) -> go.Figure:

@@ -30,10 +30,11 @@ PAGES = {
     "start": PageInfo("Start", "flag", "Main result, one model, runs, verdicts", ("show", "claim", "alone", "when", "left", "right", "at")),
     "training": PageInfo(
         "Training", "trending_down", "Losses, gradients and coefficients over training",
-        ("show", "x", "log", "domain", "smooth", "at", "of", "quantity", "where"),
+        ("show", "x", "spread", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     ),
     "depth": PageInfo(
-        "Depth", "layers", "Any measure over layers", ("metric", "site", "variant", "view", "seed", "depth", "behind", "layer", "head"),
+        "Depth", "layers", "Any measure over layers",
+        ("metric", "site", "variant", "view", "seed", "spread", "depth", "behind", "layer", "head"),
     ),
     "attention": PageInfo(
         "Attention", "grid_on", "Attention of every head",

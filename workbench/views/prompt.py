@@ -20,8 +20,8 @@ from workbench.views.link import Link
 from workbench.views.positions import cell_names, own_position, own_positions, path_in_words, position, quoted
 from workbench.views.source import RunAtStep, Source, read_alike
 
-WINDOW, WORDS, TOP, SHOWN = 128, 24, 50, 10
-"""Most positions of a map, and of a map with a word in each cell; tokens to choose from and tokens drawn."""
+WINDOW, WORDS, LINE, TOP, SHOWN = 128, 24, 1024, 50, 10
+"""Most positions of a map, of a map with a word in each cell, and of a line; tokens to choose from and tokens drawn."""
 LENS = {
     "probability": ("next token's probability", "probability", (0.0, 1.0), "higher: predicted already"),
     "rank": ("next token's rank", "tokens ahead", None, "number of likelier tokens; 0: it leads; higher: worse"),
@@ -169,7 +169,7 @@ def surprise(source: Source, link: Link) -> Drawing:
     """Loss of every token given the previous ones."""
     text, lines = source.prompt(link), []
     for subject in source.subjects(link):
-        window, at = slice(*_window(source, link, subject, WINDOW)), own_position(source, link, subject)
+        window, at = slice(*_window(source, link, subject, LINE)), own_position(source, link, subject)
         result = source.query(prompts.next_tokens, subject, text, position=-1 if at is None else at, top=TOP)
         lines.append((subject, cell_names(result.tokens[window], window.start), result.loss[window]))
     length = len(source.tokens(lines[0][0], text))
@@ -192,7 +192,7 @@ def surprise(source: Source, link: Link) -> Drawing:
     figure.update_yaxes(title_text="loss (nats)")
     drawn, under = len(lines[0][1]), "-ln of its probability given the tokens before it; lower: more expected"
     if drawn < length:
-        first = _window(source, link, lines[0][0], WINDOW)[0]
+        first = _window(source, link, lines[0][0], LINE)[0]
         under += f"; positions {first} to {first + drawn - 1} of {length}, around the selected one"
     plots.dressed(figure, "Loss per token", under, 300 if alike else 460)
     table = [pd.DataFrame({"model": s.title, "token": names, "nats": loss}) for s, names, loss in lines]
@@ -267,8 +267,18 @@ def _level(frame: pd.DataFrame, layer: int | None, head: int | None) -> pd.DataF
 
 def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
     """Horizontal bars by part (title, colour, rows), and A - B."""
+
+    def part(row: dict[Any, Any]) -> str:
+        """A part in words: `embedding`, `attention 2`, `MLP 3`, `head 1`, `the first layer's values`."""
+        at = "" if pd.isna(row["layer"]) else f" {int(row['layer'])}"
+        if row["part"] == "embed":
+            return "embedding"
+        if pd.isna(row["head"]):
+            return f"{ {'attn': 'attention', 'mlp': 'MLP'}.get(row['part'], row['part']) }{at}"
+        return f"head {int(row['head'])}" if pd.isna(row["path"]) else path_in_words(row["path"])
+
     bars = [
-        (title, colour, pd.Series(rows["value"].to_numpy(), [_part(r) for r in rows.to_dict("records")]))
+        (title, colour, pd.Series(rows["value"].to_numpy(), [part(r) for r in rows.to_dict("records")]))
         for title, colour, rows in parts
     ]
     if len(bars) == 2:  # a part that one model lacks adds nothing to its logit
@@ -283,13 +293,3 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title_text="logits")
     return figure.update_yaxes(type="category")  # layers upwards, as in maps
-
-
-def _part(row: dict[Any, Any]) -> str:
-    """A part in words: `embedding`, `attention 2`, `MLP 3`, `head 1`, `the first layer's values`."""
-    at = "" if pd.isna(row["layer"]) else f" {int(row['layer'])}"
-    if row["part"] == "embed":
-        return "embedding"
-    if pd.isna(row["head"]):
-        return f"{ {'attn': 'attention', 'mlp': 'MLP'}.get(row['part'], row['part']) }{at}"
-    return f"head {int(row['head'])}" if pd.isna(row["path"]) else path_in_words(row["path"])

@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # with it comes torch, which only pages that run a model impo
 P = ParamSpec("P")
 R = TypeVar("R")
 B = TypeVar("B")
-Progress = Callable[[int, int], None]
+Progress = Callable[..., None]
+"""Called with (done, total), and what is done where parts are shown before the end; may raise to stop the work."""
 PREFERRED = ("resformer", "transformer")
 """Default architectures of model A and model B."""
 PROMPTS = ".prompts"
@@ -67,13 +68,19 @@ class RunAtStep:
     @property
     def name(self) -> str:
         """`ResFormer · s0, step 300`."""
-        return f"{architecture_label(self.entry.series)}{DETAIL}s{self.entry.seed}, step {self.step}"
+        return f"{run_name(self.entry)}, step {self.step}"
 
     @property
     def series(self) -> str:
         """The `architecture` of its rows in figures; begins with the registry name, which gives the colour."""
         tag = f"{self.tag}{'′' if self.alike and self.tag == 'B' else ''}: " if self.tag else ""
-        return f"{self.entry.series}{DETAIL}{tag}s{self.entry.seed}, step {self.step}"
+        own = self.entry.name if self.entry.imported else f"s{self.entry.seed}"
+        return f"{self.entry.series.partition(DETAIL)[0]}{DETAIL}{tag}{own}, step {self.step}"
+
+
+def run_name(entry: Entry) -> str:
+    """`ResFormer · s0`; an imported run's own name."""
+    return entry.name if entry.imported else f"{architecture_label(entry.series)}{DETAIL}s{entry.seed}"
 
 
 Kind = Literal["result", "answer", "base", "model", "tokens"]
@@ -116,7 +123,7 @@ class Source:
     Args:
         folder: Folder of runs.
         problems: Filled with why a run was left out, by run.
-        progress: Called with (done, total) by work that has parts; may raise to stop it.
+        progress: Reports work that has parts.
         cache: Where answers are kept.
     """
 
@@ -139,13 +146,16 @@ class Source:
         return bool(runs.entries) and runs.folder == str(self.folder.resolve())
 
     def group(self, link: Link) -> list[Entry]:
-        """Return the runs of the link's experiment, else of model A's, else of the largest experiment."""
+        """Return the runs of the link's experiment, else of model A's, else of the largest experiment on text."""
         runs = self.catalogue()
         groups, asked = runs.groups, link.text("set")
         if asked is None and link.text("a") is not None:
             asked = runs.entry(str(link.text("a"))).group
         if asked is None:
-            asked = max(groups, key=lambda g: (any(e.steps for e in groups[g]), len(groups[g]), g), default=None)
+            order = {
+                g: (any(e.steps for e in runs_), runs_[0].kind == "text", len(runs_), g) for g, runs_ in groups.items()
+            }
+            asked = max(groups, key=order.__getitem__, default=None)
         if asked is None:
             raise BadData(
                 f"no runs in {self.folder}: `workbench demo` trains some, `workbench import` imports your own"
@@ -162,8 +172,17 @@ class Source:
                 if name not in (known := facets(runs)):
                     raise UnknownName("option to tell models apart by", name, known)
             runs = [dataclasses.replace(e, series=series_by(e, by)) for e in runs]
-        matches = [_with_word(runs, word) for word in (link.text("find") or "").lower().split()]
-        return [e for e in runs if all(e.path in paths for paths in matches)]
+        texts = {}
+        for e in runs:
+            options = " ".join(f"{k}={v}" for k, v in e.options.items())
+            texts[e.path] = f"{e.name} {architecture_label(e.architecture)} {e.series} s{e.seed} {options}".lower()
+        kept = set(texts)
+        for word in (
+            (link.text("find") or "").lower().split()
+        ):  # a word, as `s3` in `text-resformer-s3`; else inside one
+            with_word = {path for path, text in texts.items() if word in WORD_ENDS.split(text)}
+            kept &= with_word or {path for path, text in texts.items() if word in text}
+        return [e for e in runs if e.path in kept]
 
     def chosen(self, link: Link) -> list[Entry]:
         """Return the matching runs of the series in the link's `models`, of all series without it."""
@@ -196,8 +215,12 @@ class Source:
             return self.catalogue().entry(asked)
         group = self.group(link)
         ready = [e for e in group if e.steps]
+        if not ready and all(e.shipped for e in group):
+            raise BadData(f"these runs are shipped {WITHOUT}; see Training, Depth and the verdicts on Start")
+        if not ready and all(e.kind == "recorded" for e in group):
+            raise BadData("a recording has no checkpoints; see Training, or import checkpoints with `workbench import`")
         if not ready:
-            raise BadData(_no_checkpoint(group))
+            raise BadData("no checkpoint yet; the first appears within seconds of a training's start")
         return next((e for e in ready if e.architecture == architecture), ready[0])
 
     def _step(self, entry: Entry, asked: int | None) -> int:
@@ -242,7 +265,17 @@ class Source:
 
     def model(self, subject: RunAtStep) -> HookedModel:
         """Return a subject's model."""
-        return self.cache.get("model", checkpoint_key(subject), lambda: _opened(subject.entry.path, subject.step))
+
+        def read() -> HookedModel:
+            try:
+                return Run.open(subject.entry.path).load(subject.step)
+            except WorkbenchError:
+                raise
+            except Exception as error:
+                message = f"{subject.entry.name} cannot be opened at step {subject.step}: {type(error).__name__}"
+                raise WorkbenchError(message) from error
+
+        return self.cache.get("model", checkpoint_key(subject), read)
 
     def query(
         self, function: Callable[Concatenate[HookedModel, prompts.Prompt, P], R], subject: RunAtStep, text: str | None, /,
@@ -332,16 +365,6 @@ def series_by(entry: Entry, by: Sequence[str]) -> str:
 WORD_ENDS = re.compile(r"[^\w.=+]+|_")
 
 
-def _with_word(runs: Sequence[Entry], word: str) -> set[str]:
-    """Paths of the runs with the word, as `s3` in `text-resformer-s3`; otherwise of runs with it inside a word."""
-    texts = {}
-    for e in runs:
-        options = " ".join(f"{k}={v}" for k, v in e.options.items())
-        texts[e.path] = f"{e.name} {architecture_label(e.architecture)} {e.series} s{e.seed} {options}".lower()
-    with_word = {path for path, text in texts.items() if word in WORD_ENDS.split(text)}
-    return with_word or {path for path, text in texts.items() if word in text}
-
-
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
     """Return the runs of a folder, or the shipped runs if it has none; unchanged runs are taken from `known`."""
     own = catalogue(folder, known)
@@ -380,18 +403,46 @@ def _symbols(path: str, kind: str) -> str:
     return "".join(letter for letter in SYMBOLS if letter in known)
 
 
+def import_model(path: str, folder: Path, progress: Progress) -> Run:
+    """Import a checkpoint, a folder or a cached Hub name as a run of a folder; raises `WorkbenchError` if it cannot be read."""
+    from workbench.runs.importing import import_run
+
+    return import_run(path, folder, progress=lambda done, total, _: progress(done, total))
+
+
+def measure_metrics(
+    paths: Sequence[Path], plan: Sequence[tuple[int, str]], text: str | None, documents: int, progress: Progress
+) -> None:
+    """Measure (step, metric) of runs and store the records, on a text or on the runs' own data.
+
+    A run without one of the steps is measured at the others. `progress` may raise between two measures to stop.
+    """
+    from workbench.measurement.measuring import measure
+
+    work = [(run, step, metric) for run in map(Run.open, paths) for step, metric in plan if step in run.steps]
+    for i, (run, step, metric) in enumerate(work):
+        progress(i, len(work))
+        measure(run, metric, text, steps=[step], n=documents)
+    progress(len(work), len(work))
+
+
+def prompt_notes(entry: Entry, text: str) -> list[str]:
+    """Return how a prompt of symbols differs from what was typed, and from the sequences of the run's training."""
+    notes = []
+    if entry.kind in LETTERS and any(c.isspace() for c in text.strip()):
+        notes.append("This model has no space among its symbols: spaces and line ends are left out.")
+    starts = entry.kind == "backcopy" and Run.open(entry.path).info["data"].get("bos") == "first"
+    if starts and not text.lstrip().startswith(ALPHABET[0]):
+        notes.append(
+            f"Every training sequence begins with the start symbol {ALPHABET[0]}; this prompt does not, so sinks differ."
+        )
+    return notes
+
+
 def read_alike(a: Entry, b: Entry) -> bool:
     """Return True if ids mean the same tokens for two runs: equal tokenizers, or the same kind of data without one."""
     one, other = (read_bytes(path) if (path := Path(e.path) / TOKENIZER).exists() else None for e in (a, b))
     return one == other and (one is not None or a.kind == b.kind)
-
-
-def _no_checkpoint(runs: Sequence[Entry]) -> str:
-    if all(e.shipped for e in runs):
-        return f"these runs are shipped {WITHOUT}; see Training, Depth and the verdicts on Start"
-    if all(e.kind == "recorded" for e in runs):
-        return "a recording has no checkpoints; see Training, or import checkpoints with `workbench import`"
-    return "no checkpoint yet; the first appears within seconds of a training's start"
 
 
 def checkpoint_key(subject: RunAtStep) -> Place:
@@ -407,13 +458,3 @@ def checkpoint_key(subject: RunAtStep) -> Place:
 
 def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
-
-
-def _opened(path: str, step: int) -> HookedModel:
-    try:
-        return Run.open(path).load(step)
-    except WorkbenchError:
-        raise
-    except Exception as error:
-        message = f"{Path(path).name} cannot be opened at step {step}: {type(error).__name__}"
-        raise WorkbenchError(message) from error

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from workbench import plots, prompts
 from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
 from workbench.claims.all_verdicts import Verdicts
+from workbench.claims.evidence import TELEMETRY
 from workbench.claims.judging import chosen, claim_figure
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, WorkbenchError
@@ -52,18 +53,11 @@ def missing(source: Source, subject: RunAtStep) -> list[str]:
     return [name for name in xrays.NEEDED if name not in stored]
 
 
-def measure_xray(entry: Entry, step: int, progress: Callable[[int, int], None]) -> None:
-    """Measure and store the records of an X-ray; `progress` may raise between two measures to stop."""
-    from workbench.measurement.measuring import measure
-
-    run = Run.open(entry.path)
-    names = [n for n in xrays.METRICS if n != xrays.SHORT or run.train.T >= 64]
-    at_init = [n for n in names if n != xrays.TOGETHER] if step and 0 in run.steps else []
-    plan = [(step, n) for n in names] + [(0, n) for n in at_init]
-    for i, (at, name) in enumerate(plan):
-        progress(i, len(plan))
-        measure(run, name, steps=[at], n=xrays.DOCUMENTS)
-    progress(len(plan), len(plan))
+def xray_plan(entry: Entry, step: int) -> list[tuple[int, str]]:
+    """Return the (step, measure) of an X-ray, at the step and at random init."""
+    names = [n for n in xrays.METRICS if n != xrays.SHORT or Run.open(entry.path).train.T >= 64]
+    at_init = [n for n in names if n != xrays.TOGETHER] if step and 0 in entry.steps else []
+    return [(step, n) for n in names] + [(0, n) for n in at_init]
 
 
 def xray_command(entry: Entry, step: int) -> str:
@@ -87,23 +81,17 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
         (f"{s.tag}: " if s.tag else "") + xrays.SENTENCES[name](f) for s, f in zip(subjects, frames, strict=True)
     )
     parts = [xrays.rows_of(name, frame) for frame in frames]
-    figures = [(s.title, _titled(xrays.drawn(name, rows), name)) for s, rows in zip(subjects, parts, strict=True)]
+    figures = [(s.title, xrays.drawn(name, rows)) for s, rows in zip(subjects, parts, strict=True)]
     if len(parts) == 1:
         return Drawing(plots.narrow(figures[0][1], HALF_PAGE), parts[0], sentence)
     minus = plots.difference(parts[0], parts[1])
     if len(minus):
-        figures.append((plots.MINUS, _titled(xrays.drawn(name, minus), name)))
+        figures.append((plots.MINUS, xrays.drawn(name, minus)))
     else:
         sentence += f" No {plots.MINUS}: no layer in common."
     named = [p.assign(architecture=s.series) for s, p in zip(subjects, parts, strict=True)]
     table = pd.concat([*named, minus], ignore_index=True)
     return Drawing(plots.beside(figures, str(figures[0][1].layout.title.text)), table, sentence)
-
-
-def _titled(drawn: go.Figure, name: str) -> go.Figure:
-    """Put a name in place of the question that an X-ray report asks."""
-    under = str(drawn.layout.title.subtitle.text).partition("; ")
-    return drawn.update_layout(title_text=XRAY_TITLES[name], title_subtitle_text=under[2] or under[0])
 
 
 @view("start")
@@ -130,10 +118,6 @@ def residual(source: Source, link: Link) -> Drawing:
     return _answer(source, link, "residual")
 
 
-XRAY_TITLES = {
-    "concentration": "Concentration of attention", "sinks": "Attention sinks", "token_share": "Token information in values",
-    "residual": "Loss change under value replacement",
-}  # fmt: skip
 XRAY = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
 
 
@@ -141,10 +125,26 @@ XRAY = {"concentration": concentration, "sinks": sinks, "token_share": token_sha
 
 
 def runs_table(source: Source) -> pd.DataFrame:
-    """A row for each run of the folder."""
-    columns = ["run", "model", "seed", "state", "trained to step", "checkpoints", "measures", "experiment"]
-    rows = []
-    for e in source.catalogue().entries:
+    """A row for each run of the folder, in the catalogue's order."""
+    columns = [
+        "run", "model", "seed", "final loss", "rate", "options", "seeds", "state", "trained to step", "checkpoints", "measures",
+        "experiment", "group",
+    ]  # fmt: skip
+    rows, entries = [], source.catalogue().entries
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for e in entries:
+        seeds.setdefault((e.group, e.series), set()).add(e.seed)
+
+    def read() -> tuple[dict[str, float], dict[str, float]]:
+        rows = source.telemetry(entries, ["validation_loss"])
+        rows = rows[rows["control"].isna() & rows["variant"].isna()]
+        last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
+        losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
+        rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.kind == "recorded")}
+        return losses, rates
+
+    losses, rates = source.keep(("losses and rates", *((e.path, e.stamp) for e in entries)), read)
+    for e in entries:
         if e.being_written:
             state = "being written now"
         elif e.kind == "recorded":
@@ -154,7 +154,12 @@ def runs_table(source: Source) -> pd.DataFrame:
         else:
             state = "finished" if e.finished else f"stopped before step {e.last}"
         step = e.last if e.shipped else e.steps[-1] if e.steps else None
-        rows.append((e.name, architecture_label(e.series), e.seed, state, step, len(e.steps), len(e.measured), e.title))
+        options = ", ".join(f"{name}={value}" for name, value in e.options.items())
+        rows.append((
+            e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,
+            len(seeds[e.group, e.series]), state,
+            step, len(e.steps), len(e.measured), e.title, e.group,
+        ))  # fmt: skip
     return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
 
 
@@ -197,25 +202,24 @@ def _finished(source: Source, link: Link) -> list[Entry]:
 
 def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
     """Return the judgement of every claim from the records of the finished runs; nothing is measured."""
-    verdicts: Verdicts = source.keep(verdicts_key(source, link), lambda: _verdicts(source, link))
+
+    def load_or_judge() -> Verdicts:
+        """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
+        entries, folder = _finished(source, link), Path(source.catalogue().folder)
+        marked = "" if link.on("alone") else all_verdicts.mark(entries)
+        if marked and (stored := all_verdicts.load_verdicts(folder, marked)) is not None:
+            return stored
+        result = source.judge(entries)
+        if marked and source.own():
+            with contextlib.suppress(WorkbenchError):  # a read-only folder
+                all_verdicts.save_verdicts(folder, marked, result)
+        return result
+
+    verdicts: Verdicts = source.keep(verdicts_key(source, link), load_or_judge)
     source.problems.update(verdicts.problems)
     return tuple(
         Judgement(c, verdicts.of[c.name], tuple(m for m in c.metrics if m not in verdicts.metrics)) for c in chosen()
     )
-
-
-def _verdicts(source: Source, link: Link) -> Verdicts:
-    """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
-    entries, folder = _finished(source, link), Path(source.catalogue().folder)
-    marked = "" if link.on("alone") else all_verdicts.mark(entries)
-    stored = all_verdicts.load_verdicts(folder, marked) if marked else None
-    if stored is not None:
-        return stored
-    verdicts = source.judge(entries)
-    if marked and source.own():
-        with contextlib.suppress(WorkbenchError):  # a read-only folder
-            all_verdicts.save_verdicts(folder, marked, verdicts)
-    return verdicts
 
 
 def analyze_command(source: Source, link: Link, question: str | None = None) -> str:
@@ -259,11 +263,14 @@ def verdicts(source: Source, link: Link) -> Drawing:
 def verdict(source: Source, link: Link) -> Drawing:
     """The numbers behind one claim's verdict: the intervals that decide it, or the claim's figure."""
     check_part(link, "verdicts")
-    judged = judged_claim(judgements(source, link), link)
-    numbers, sentence = judged.verdict.table, judged.verdict.sentence
+    all_judged = judgements(source, link)
+    judged = judged_claim(all_judged, link)
+    numbers, sentence = judged.verdict.adjusted(), judged.verdict.sentence
     if len(numbers) and {"comparison", "value", "low", "high"} <= set(numbers.columns):
         title = judged.claim.name.replace("_", " ").capitalize()
-        return Drawing(plots.intervals(numbers, title, judged.verdict.setting), numbers, sentence)
+        tested = sum(math.isfinite(j.verdict.p) for j in all_judged)
+        adjusted = f"{tested} claims" if judged.verdict.alone is not None and tested > 1 else ""
+        return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
     from workbench.claims.stored import stored  # imports torch
 
     runs = [e for e in _finished(source, link) if e.name in set(judged.verdict.runs)]
@@ -272,6 +279,36 @@ def verdict(source: Source, link: Link) -> Drawing:
     if drawn is None:
         raise WorkbenchError("this claim has no figure here; its sentence says why")
     return Drawing(drawn, rows, sentence)
+
+
+def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return a row for each run that a verdict compares, with its last value of the claim's measure, and the records behind it.
+
+    `address` of a row is a link that shows the run on the Training page.
+    """
+    entries = [e for e in source.catalogue().entries if e.name in set(judged.verdict.runs)]
+    shows = dict(judged.claim.shows)
+    metric = str(shows.pop("metric", None) or next(iter(judged.claim.metrics), "loss"))
+    metric = metric if metric != "against_loss" else judged.claim.metrics[0]
+    logged = metric in TELEMETRY or not any(metric in e.measured for e in entries)
+    rows = (source.telemetry if logged else source.records)(
+        entries, ["validation_loss" if metric == "loss" and logged else metric]
+    )
+    for axis, value in {"variant": None, **shows}.items():
+        if value is not Ellipsis:
+            rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
+    rows = rows[rows["control"].isna()]
+    last = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
+    values = last.groupby("run")["value"].mean()
+    column = f"last {metric.replace('_', ' ')}"
+    table = pd.DataFrame([
+        {"run": e.name, "model": architecture_label(e.series), "seed": e.seed, column: values.get(e.name, math.nan),
+         "address": str(Link("training", {"set": e.group, "find": e.name}))}
+        for e in entries
+    ])  # fmt: skip
+    behind = source.records(entries, judged.claim.metrics)
+    log = json.dumps({"metric": metric, "weights": "logged by training"})
+    return table, pd.concat([behind, last.assign(provenance=log)] if logged else [behind], ignore_index=True)
 
 
 def judged_claim(judged: Sequence[Judgement], link: Link) -> Judgement:

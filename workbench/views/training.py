@@ -83,7 +83,8 @@ def _curves(
             if not tokens and any((part["run"] == name).any() for part in parts):
                 raise WorkbenchError(f"the tokens per step of {name} are unknown; draw it over steps")
         parts = [p.assign(step=p["step"] * p["run"].map(per_step).astype("Int64")) for p in parts]
-    figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log)
+    spread = link.choice("spread", plots.SPREADS, kind="error bars")
+    figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log, spread=spread)
     if axis == "tokens":
         drawn.on_tokens(figure, log)
     return Drawing(figure, parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True), sentence)

@@ -14,14 +14,18 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
 from workbench.plots.browser import save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
+from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
 from workbench.views.base import Drawing, timelapse, views_of
+from workbench.views.positions import short
 
 if TYPE_CHECKING:
     from workbench.views.link import Link
     from workbench.views.source import Source
 
-WIDTH = 1000
+WIDTH, PROMPT, CAPTION_PX = 1000, 60, 34  # pixels, characters of a prompt, pixels of a caption
+PROMPTED = ("attention", "prompt", "intervene")
+"""Pages about one prompt."""
 
 
 def write(
@@ -55,16 +59,8 @@ def write(
             reasons[name] = str(reason)
     if not made:
         raise WorkbenchError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
-    WRITERS[out.suffix](made, out, f"{link}", command)
+    WRITERS[out.suffix](made, out, f"{link}", command, caption_of(source, link))
     return out, reasons
-
-
-def _one(made: dict[str, Drawing], out: Path) -> Drawing:
-    if len(made) > 1:
-        raise WorkbenchError(
-            f"{out.name} holds one figure and this page has {len(made)}: choose with --only {' | '.join(made)}"
-        )
-    return next(iter(made.values()))
 
 
 def _table(made: dict[str, Drawing]) -> pd.DataFrame:
@@ -72,8 +68,9 @@ def _table(made: dict[str, Drawing]) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True) if len(tables) > 1 else tables[0]
 
 
-def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None:
+def _html(made: dict[str, Drawing], out: Path, title: str, command: str, caption: str) -> None:
     page = Page(title, wide=True)
+    page.add(paragraph(caption, "small") if caption else "")
     for drawing in made.values():
         page.add(
             page.figure(drawing.figure),
@@ -83,13 +80,34 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str) -> None
     page.write(out, command)
 
 
-def picture(drawn: go.Figure, out: Path, *, background: str = "white") -> Path:
+def caption_of(source: Source, link: Link) -> str:
+    """Return the models, steps, prompt and recipe behind the figures of a link, for a file that leaves its page."""
+    of_models, words = link.page in PROMPTED or link.on("compare"), list[str]()
+    subjects = source.subjects(link) if of_models else []
+    words += [s.title for s in subjects]
+    if link.page in PROMPTED:
+        words.append(f"prompt “{short(' '.join(source.prompt(link).split()), PROMPT)}”")
+    if not subjects and link.text("set") is None:
+        return ""
+    entries = [s.entry for s in subjects] or source.group(link)[:1]
+    for entry in {e.group: e for e in entries}.values():
+        rate = "" if entry.imported or entry.kind == "recorded" else f", rate {Run.open(entry.path).train.lr:g}"
+        words.append(f"{entry.title}{rate}")
+    return "; ".join(words)
+
+
+def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: str = "") -> Path:
     """Write a figure as .svg, or as .png at three times its size, in the light theme on `background` (CSS)."""
-    return save_figure(plots.paper(drawn, background), out, width=WIDTH, height=int(drawn.layout.height or 500))
+    height = int(drawn.layout.height or 500) + (CAPTION_PX if caption else 0)
+    return save_figure(plots.paper(drawn, background, caption), out, width=WIDTH, height=height)
 
 
-def _picture(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    picture(_one(made, out).figure, out)
+def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str) -> None:
+    if len(made) > 1:
+        raise WorkbenchError(
+            f"{out.name} holds one figure and this page has {len(made)}: choose with --only {' | '.join(made)}"
+        )
+    picture(next(iter(made.values())).figure, out, caption=caption)
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:

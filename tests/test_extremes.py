@@ -1,0 +1,148 @@
+"""Figures of extreme records: bands, whiskers and ticks lie inside their axes, and colour scales cover their values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import plots
+from workbench.plots import training
+from workbench.plots.style import values_by_axis
+from workbench.runs.records import provenance, records
+
+MODELS = ("transformer", "resformer")
+EXTREMES = {
+    "one seed": {"seeds": 1}, "equal values": {"spread": 0.0}, "rounding noise": {"spread": 1e-11}, "tiny spread": {"spread": 1e-4},
+    "huge spread": {"spread": 1e6}, "large error": {"seeds": 1, "se": 0.5}, "48 layers": {"layers": 48}, "1 layer": {"layers": 1},
+    "a NaN": {"missing": True}, "negative": {"level": -3.0}, "zero": {"level": 0.0, "spread": 0.0},
+}  # fmt: skip
+
+
+def measured(
+    level=0.0078125, spread=0.01, se=0.002, seeds=3, layers=4, heads=0, missing=False, metric="sink_mass", steps=(0, 20)
+):
+    rng, known = np.random.default_rng(0), provenance(assumed=False, reading="higher: more", key="k")
+    axes = {"data": "validation", "T": 16, "n": 4, "provenance": known, "metric": metric, "unit": "share"}
+    rows = []
+    for model in MODELS:
+        for seed in range(seeds):
+            for step in steps:
+                for layer in range(layers):
+                    for head in range(heads) if heads else (None,):
+                        value = level + spread * rng.uniform(-1, 1)
+                        value = np.nan if missing and (seed, layer) == (0, 0) else value
+                        at = {
+                            "run": f"{model}-{seed}",
+                            "architecture": model,
+                            "seed": seed,
+                            "step": step,
+                            "layer": layer,
+                            "head": head,
+                        }
+                        rows.append(axes | at | {"value": value, "se": se})
+            for layer in range(layers):
+                at = {"run": f"{model}-{seed}", "architecture": model, "seed": seed, "step": steps[-1], "layer": layer}
+                rows.append(axes | at | {"control": "uniform_causal", "value": 0.25})
+    return records(rows)
+
+
+def check(figure):
+    """Everything drawn lies inside its axis; integer axes have whole ticks; colour scales reach their values."""
+    every = values_by_axis(figure)
+    for name, drawn in values_by_axis(figure, skip="control").items():
+        axis = figure.layout[name]
+        if axis.range is not None and axis.type != "log":
+            assert axis.range[0] <= drawn.min(), name
+            assert drawn.max() <= axis.range[1], name
+        elif axis.type != "log":
+            span = np.ptp(every[name])
+            assert span > 1e-6 * np.abs(every[name]).max() or not np.abs(every[name]).max(), f"{name} shows rounding"
+    for scale in {t.coloraxis for t in figure.data if t.type == "heatmap"}:
+        colours, maps = figure.layout[scale], [t for t in figure.data if t.type == "heatmap" and t.coloraxis == scale]
+        z = np.concatenate([np.asarray(t.z, dtype=float).ravel() for t in maps])
+        z = z[np.isfinite(z)]
+        if len(z):
+            assert colours.cmin <= z.min() + 1e-6 * abs(z.min()), "values below the colour scale"
+            assert z.max() <= colours.cmax + 1e-6 * abs(z.max()), "values above the colour scale"
+            minus = all(t.name.startswith(plots.MINUS) for t in maps)
+            assert minus or colours.cmin >= 0 or z.min() < 0, "the scale has negative values and the map none"
+    for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+        if (
+            axis.title.text in ("layer", "head", "rank", "position")
+            and axis.type != "category"
+            and axis.tickvals is None
+        ):
+            letter, number = axis.plotly_name[0], axis.plotly_name[5:]
+            drawn = [
+                t[letter]
+                for t in figure.data
+                if str(t[f"{letter}axis"] or letter)[1:] == number and t[letter] is not None
+            ]
+            numbers = np.array([v for values in drawn for v in values if v is not None], dtype=float)
+            assert axis.dtick == 1 or np.ptp(numbers) > 16, f"{axis.title.text} has ticks between whole numbers"
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("form", ["profile", "heads", "bars", "steps"])
+def test_a_figure_of_extreme_records_shows_all_it_draws(extreme, form):
+    given = EXTREMES[extreme] | ({"heads": 4} if form == "heads" else {})
+    given |= {"layers": 1} if form == "bars" else {"steps": (0, 5, 20), "layers": 1} if form == "steps" else {}
+    frame = measured(**given)
+    check(plots.plot(frame, form=form, spread="ci" if extreme in ("huge spread", "large error") else "range"))
+    a, b = (frame[frame["architecture"] == name] for name in MODELS)
+    seed = int(extreme == "a NaN")
+    check(plots.compared([a[a["seed"] == seed], b[b["seed"] == seed]], form=form))
+
+
+def test_heads_of_several_runs_are_sorted_before_they_are_averaged_or_subtracted():
+    values = {("transformer", 0): (0.9, 0.1), ("transformer", 1): (0.1, 0.9), ("resformer", 0): (0.2, 0.5)}
+    frame = measured(heads=2, layers=1, seeds=2, steps=(20,), spread=0.0)
+    for (model, seed), heads in values.items():
+        for head, value in enumerate(heads):
+            frame.loc[(frame["run"] == f"{model}-{seed}") & (frame["head"] == head), "value"] = value
+    vanilla = frame[frame["architecture"] == "transformer"]
+    (mean,) = plots.plot(vanilla, form="heads").data
+    np.testing.assert_allclose(mean.z, [[0.9, 0.1]], rtol=1e-6)
+    (one,) = plots.plot(vanilla[vanilla["seed"] == 1], form="heads").data
+    np.testing.assert_allclose(one.z, [[0.1, 0.9]], rtol=1e-6, err_msg="the heads of one run keep their numbers")
+    both = plots.compared(
+        [frame[(frame["architecture"] == name) & (frame["seed"] == 0)] for name in MODELS], form="heads"
+    )
+    (minus,) = [t for t in both.data if t.name.startswith(plots.MINUS)]
+    np.testing.assert_allclose(minus.z, [[0.4, -0.1]], rtol=1e-5)
+    assert {axis.title.text for axis in both.select_xaxes() if axis.title.text} == {
+        "heads of a layer, largest value first"
+    }
+
+
+@pytest.mark.parametrize("extreme", ["one seed", "equal values", "rounding noise", "huge spread"])
+def test_curves_of_extreme_telemetry_show_all_they_draw(extreme):
+    frame = measured(metric="validation_loss", layers=1, steps=tuple(range(0, 200, 10)), **EXTREMES[extreme]).assign(
+        layer=None
+    )
+    check(training.curves([frame], title="Loss"))
+    a, b = (frame[(frame["architecture"] == name) & (frame["seed"] == 0)] for name in MODELS)
+    check(training.curves([a, b], title="Loss", smooth=5))
+
+
+@pytest.mark.parametrize("values", [np.zeros((3, 3)), np.full((48, 24), 1e9), np.full((1, 1), np.nan), np.eye(4) - 0.5])
+def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
+    rows, columns = ([str(i) for i in range(n)] for n in values.shape)
+    texts = np.full(values.shape, "token", dtype=object)
+    figure = plots.grids([("a", plots.Grid(values, rows, columns, "nats", "layer", "token", texts))], "Map")
+    check(figure)
+    assert figure.layout.height >= 14 * len(rows), "the words of neighbouring rows overlap"
+
+
+def test_whiskers_of_comparisons_may_be_absent_or_huge():
+    table = pd.DataFrame(
+        {
+            "comparison": ["a", "b", "c"],
+            "value": [0.0, 1e9, -1e-12],
+            "low": [0.0, -1e12, np.nan],
+            "high": [0.0, 1e12, np.nan],
+            "n": 3,
+        }
+    )
+    check(plots.intervals(table, "Comparisons"))

@@ -1,0 +1,168 @@
+"""What a referee checks on a page: corrected intervals, paired differences, runs behind a verdict, names and captions."""
+
+from __future__ import annotations
+
+import dashboard
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from workbench.claims import all_verdicts
+from workbench.claims.verdict import corrected, judge_differences, judged, of_settings
+from workbench.errors import WorkbenchError
+from workbench.statistics.intervals import Interval, over_seeds
+from workbench.statistics.multiple_testing import holm, holm_factors
+from workbench.statistics.scaling import saved_share
+from workbench.views import Link, depth, start
+from workbench.views.source import RunAtStep, prompt_notes
+from workbench.views.writing import caption_of
+
+
+@pytest.fixture(scope="module")
+def source(populated):
+    return dashboard.kept(populated)
+
+
+def test_factors_of_holm_are_the_adjusted_over_the_plain_p_values():
+    p = [0.01, 0.04, 0.03, 0.0]
+    np.testing.assert_allclose(np.multiply(holm_factors(p), p), holm(p))
+    assert holm_factors([0.0, 0.5]) == [2.0, 1.0]
+    assert holm_factors([0.03, 0.04]) == [2.0, 1.5], "the second is raised to the first's 0.06"
+
+
+def test_a_widened_interval_is_students_at_the_divided_level():
+    values = pd.Series([0.1, 0.3, 0.2, 0.5], index=pd.Index([0, 1, 2, 3], name="seed"))
+    plain = over_seeds(values)
+    assert plain.seeds == ("0", "1", "2", "3")
+    half = stats.t.ppf(1 - 0.05 / 6 / 2, 3) * stats.sem(values)
+    wide = plain.widened(6.0)
+    assert (wide.low, wide.high) == pytest.approx((plain.value - half, plain.value + half))
+    assert plain.widened(1.0).high == pytest.approx(plain.high)
+
+
+def test_a_widened_share_stays_below_one_and_other_intervals_have_none():
+    share = saved_share([0.8, 0.7, 0.9])
+    wide = share.widened(10.0)
+    assert wide.low < share.low < share.high < wide.high < 1
+    assert np.isnan(Interval(0.5, 0.4, 0.7, 100).widened(2.0).low), "over documents"
+    assert np.isnan(Interval(3.0, np.nan, np.nan, 3, 0.01, (1.0, 2.0, 6.0)).widened(2.0).low), "log-rank"
+
+
+def test_whiskers_exclude_zero_exactly_where_the_verdict_is_decided():
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        differences = {i: over_seeds(rng.normal(rng.choice([0.0, 0.8]), 0.5, 5)) for i in range(4)}
+        for i, verdict in judge_differences(differences).items():
+            assert (differences[i].widened(verdict.factor).sign != 0) == (verdict.status != "unresolved")
+
+
+def test_a_compound_claim_names_the_comparison_that_fails():
+    clear, vague = over_seeds([-0.3, -0.31, -0.29]), over_seeds([-0.3, 0.31, -0.29])
+    verdict = judged({"a": clear}, -1, "", "nats", also={"b": vague}, shown={"c": clear})
+    (verdict,) = corrected([verdict])
+    assert verdict.status == "unresolved"
+    assert verdict.unmet() == ["b"]
+    assert list(verdict.adjusted()["role"]) == ["decides", "must hold too", "context"]
+    assert list(verdict.adjusted()["significant"]) == [True, False, True]
+
+
+def test_corrections_for_settings_and_claims_multiply_and_are_stored(tmp_path):
+    one, other = (judged({"a": over_seeds(x)}, -1, "", "nats") for x in ([-0.3, -0.31, -0.28], [-0.3, -0.1, -0.2]))
+    both = of_settings({"A": one, "B": other})
+    assert both.factor == pytest.approx(2.0)
+    verdict, _ = corrected([both, other])
+    assert verdict.factor == pytest.approx(4.0)
+    all_verdicts.save_verdicts(tmp_path, "m", all_verdicts.Verdicts({"x": verdict}, frozenset(), {}))
+    stored = all_verdicts.load_verdicts(tmp_path, "m").of["x"]
+    pd.testing.assert_frame_equal(stored.adjusted(), verdict.adjusted())
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_difference_by_layer_is_paired_and_needs_three_seeds(source):
+    link = Link(
+        "depth",
+        {
+            "set": source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group,
+            "metric": "token_identity_share",
+            "site": "v",
+        },
+    )
+    drawing = depth.differences(source, link)
+    rows = drawing.table[drawing.table["architecture"] == "resformer"]
+    np.testing.assert_allclose(rows["value"], 0, atol=1e-12)
+    assert list(rows["layer"]) == [0, 1]
+    assert drawing.sentence.startswith("2 paired seeds: a verdict needs 3")
+    assert all(trace.error_y.array is None for trace in drawing.figure.data)
+    two = link.but(compare=1, a="text-resformer-s0", b="text-transformer-s1")
+    assert "ResFormer minus Transformer" in depth.differences(source, two).figure.layout.title.text
+    with pytest.raises(WorkbenchError, match="two seeds of one model"):
+        depth.differences(source, two.but(b="text-resformer-s1"))
+
+
+def test_three_seeds_decide_a_layer(source, monkeypatch):
+    tables = {"resformer": [[1.0, 5.0], [1.2, 5.1], [0.9, 5.2]], "transformer": [[1.1, 1.0], [1.0, 1.1], [1.0, 1.15]]}
+    monkeypatch.setattr(
+        depth,
+        "_by_layer",
+        lambda s, o, entries, step: pd.DataFrame(tables.get(entries[0].series, [[np.nan, np.nan]] * 3)),
+    )
+    drawing = depth.differences(
+        source, Link("depth", {"set": source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group})
+    )
+    rows = drawing.table.set_index(["architecture", "layer"])
+    assert rows.loc[("resformer", 1), "value"] == pytest.approx(4.0166667)
+    assert list(rows.loc["resformer", "significant"]) == [False, True]
+    assert "ResFormer: differs in layer 1" in drawing.sentence
+    assert "Holm-adjusted over 2 comparisons" in drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
+
+
+def test_lines_over_layers_are_drawn_where_several_runs_have_heads(source):
+    group = source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group
+    assert depth.depth_options(source, Link("depth", {"set": group, "metric": "sink_mass"})).form == "profile"
+    assert depth.depth_options(source, Link("depth", {"set": group})).metric == "importance_entropy"
+
+
+def test_a_verdict_leads_to_its_runs_with_their_values(source):
+    judged_ = {j.claim.name: j for j in start.judgements(source, Link("start", {"show": "verdicts"}))}
+    table, records = start.runs_behind(source, judged_["value_paths_speed_up_induction"])
+    assert set(table["model"]) == {"SVFormer", "Transformer"}
+    assert set(table["seed"]) == {0, 1, 2}
+    assert table["last copy loss"].notna().all()
+    assert table["address"].str.startswith("training?set=").all()
+    assert records["provenance"].notna().any(), "the drawer names what was read"
+
+
+def test_the_table_of_runs_has_losses_rates_and_seeds(source):
+    table = start.runs_table(source).set_index("run")
+    row = table.loc["text-resformer-s0"]
+    assert (row["rate"], row["seeds"]) == (1e-3, 2)
+    assert row["final loss"] == pytest.approx(4.0 - 1.0 - 0.05 * 8)
+
+
+def test_a_picture_names_model_step_prompt_and_recipe(source):
+    words = caption_of(source, Link("attention", {"a": "text-resformer-s0", "step": "8", "prompt": "return  values"}))
+    assert words.startswith("ResFormer · s0, step 8; prompt “return values”; text (prose): 2 layers of width 16")
+    assert words.endswith("rate 0.001")
+
+
+def test_prompts_of_symbols_say_what_is_left_out(source):
+    entry = next(e for e in source.catalogue().entries if e.name == "race-svformer-s0")
+    assert prompt_notes(entry, "abc") == []
+    assert "spaces and line ends are left out" in prompt_notes(entry, "ab c")[0]
+
+
+def test_an_imported_model_keeps_its_name(source):
+    from dataclasses import replace
+
+    entry = replace(
+        source.catalogue().entries[0],
+        kind="imported",
+        name="gpt2",
+        series="transformer · gpt2",
+        architecture="transformer",
+    )
+    assert RunAtStep(entry, 0).title == "gpt2, step 0"
+    assert RunAtStep(entry, 0, "A").series == "transformer · A: gpt2, step 0"
