@@ -259,15 +259,8 @@ class ForeignTokenizer(Tokenizer):
 def as_tokenizer(given: Any, d_vocab: int) -> Any:
     """Return a tokenizer with our interface, from the `tokenizers` library or a fast tokenizer of transformers.
 
-    The given tokenizer is copied, not changed. The value None is returned unchanged. Text is encoded without special tokens, as with our
-    own tokenizers.
-
-    Args:
-        given: The tokenizer.
-        d_vocab: Size of the model's vocabulary.
-
-    Raises:
-        BadData: The tokenizer is of another kind, encodes otherwise than its copy, or has ids beyond the vocabulary.
+    None and tokenizers of ours are returned unchanged, others are copied. Text is encoded without special tokens. Raises `BadData` for
+    a tokenizer of another kind, one that encodes otherwise than its copy, or one with ids beyond the vocabulary of `d_vocab`.
     """
     ours = ("encode", "decode", "token_strings", "vocab_size")
     if given is None or all(hasattr(given, name) for name in ours):
@@ -302,14 +295,9 @@ def as_tokenizer(given: Any, d_vocab: int) -> Any:
 
 
 def ids_of(example: Any, tokenizer: Any) -> Any:
-    """Return token ids of text, texts or a tokenizer's output (`BatchEncoding`, dict); other values are returned unchanged.
+    """Return token ids of text, texts of one length or a tokenizer's output (`BatchEncoding`, dict); other values are returned unchanged.
 
-    Args:
-        example: Text needs `tokenizer`; texts must have one length in tokens; a tokenizer's output must have no padding.
-        tokenizer: With our interface, or None.
-
-    Raises:
-        BadData: The ids are not in it, or more than ids would have to be passed to the model.
+    Raises `BadData` where there is no tokenizer for a text, or an output has padding, no ids, or more than ids to pass to the model.
     """
     texts = [example] if isinstance(example, str) else example
     if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):

@@ -48,12 +48,7 @@ ENDED = {  # alternatives that take linear time only if another alternative ends
 
 
 def open_backend(text: str) -> Any:
-    """Return the backend of a tokenizer.json's text, with limits if it needs them.
-
-    Raises:
-        ValueError: The text is no JSON object, or a key is given twice.
-        Exception: The `tokenizers` library refuses it.
-    """
+    """Return the backend of a tokenizer.json's text, with limits if it needs them; raises `ValueError` for other than one JSON object."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(values := dict(pairs)) < len(pairs):

@@ -283,16 +283,9 @@ def attention_statistics(
 ) -> tuple[Queries, AttentionStatistics]:  # fmt: skip
     """Compute causal attention output (dtype of q) and its statistics, without gradients.
 
-    Query head h reads kv head h * kv_heads // heads. Statistics are float32 (float64 for float64 inputs), also under autocast.
-
-    Args:
-        q: Queries after rotary embedding.
-        k: Keys after rotary embedding.
-        v: Values, mixed if the architecture mixes them.
-        scale: Factor on q . k; 1 / sqrt(d_head) by default.
-        budget: Elements in one strip of scores; if given, strips are used.
-        row_max: Whether to compute the row maximum, for which fused calls need another pass.
-        null: Logits of one more column of the softmax, which is no key (sink logits, off by one).
+    q and k are rotated. Query head h reads kv head h * kv_heads // heads. Statistics are float32 (float64 for float64 inputs), also
+    under autocast. `scale`: factor on q . k, 1 / sqrt(d_head) by default. `budget`: elements in one strip of scores; if given, strips
+    are used. `row_max`: fused calls need another pass for it. `null`: logits of one more column of the softmax, which is no key.
     """
     refuse_other(q, k, v, null)
     fused = attention_form(q.device, q.dtype, q.shape[-1]) == "fused"

@@ -67,13 +67,8 @@ def cross_entropy(
 ) -> Float[Tensor, " n"]:
     """Compute the cross-entropy in nats of every position's target, float32 (float64 for float64 inputs), twice differentiable.
 
-    Under autocast the products run in its type. Equal to the reference up to the order of sums.
-
-    Args:
-        x: Input of the unembedding.
-        weight: Matrix of the unembedding.
-        targets: Token ids within the vocabulary.
-        chunk: Positions at a time; about `CHUNK` logits by default.
+    Under autocast the products run in its type. Equal to the reference up to the order of sums. `chunk`: positions at a time, by
+    default about `CHUNK` logits.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):

@@ -36,14 +36,8 @@ def pooled_attention(
     """Compute the mean over a bucket's queries of the attention to all keys of a bucket; rows sum to 1.
 
     The result is a mass. For the mean weight divide by the number of keys in a bucket. Future buckets are exactly 0. Float32, or
-    float64 for float64 inputs.
-
-    Args:
-        q: Queries after rotary embedding.
-        k: Keys after rotary embedding; query head h reads kv head h * kv_heads // heads.
-        lse: Log-sum-exp of rows whose softmax has a column that is no key; they sum to less than 1.
-        scale: Factor on q . k; 1 / sqrt(d_head) by default.
-        buckets: Number of buckets, of both or of (queries, keys); `bucket_edges` returns their positions.
+    float64 for float64 inputs. `lse`: log-sum-exp of rows whose softmax has a column that is no key, which sum to less than 1.
+    `buckets`: of both axes, or of (queries, keys); `bucket_edges` returns their positions.
     """
     return _pooled(q, k, lse, scale, buckets, largest=False)
 

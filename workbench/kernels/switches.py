@@ -16,10 +16,7 @@ import torch
 class ProcessSwitch:
     """A process-wide setting that is changed while runs in any thread need it; the last of them restores it.
 
-    Args:
-        read: Returns the present setting.
-        change: Changes the setting, given the present one.
-        restore: Restores the setting that `read` returned.
+    `read` returns the present setting, `change` takes it and changes it, `restore` takes it and sets it again.
     """
 
     def __init__(

@@ -223,12 +223,7 @@ class _Hook:
 class ActivationCapture:
     """Means of metrics over all sequences between `start` and `stop`, and sums of gradients and of their squares.
 
-    The hooks never raise in the loop's forward and backward passes: a quantity that fails is `stopped`.
-
-    Args:
-        model: The module that the capture points belong to.
-        stopped: Quantities that are no longer recorded, shared with the recorder.
-        quantities: All recorded quantities.
+    The hooks never raise in the loop's forward and backward passes: a quantity that fails is `stopped`, which the recorder shares.
     """
 
     def __init__(self, model: Any, stopped: Stopped, quantities: Sequence[str] = ()) -> None:
