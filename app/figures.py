@@ -7,7 +7,7 @@ import functools
 import shlex
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,15 +118,22 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return drawing
     drawing = view(source, link)
     kept[key] = drawing, dict(source.problems)
-
-    def bytes_kept() -> int:
-        tables = {id(d.table): d.table for d, _ in list(kept.values())}
-        return sum(int(table.memory_usage(index=False).sum()) for table in tables.values())
-
-    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and bytes_kept() > MAX_BYTES):
+    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and _bytes([d for d, _ in list(kept.values())]) > MAX_BYTES):
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
+
+
+_sizes: WeakKeyDictionary[Drawing, int] = WeakKeyDictionary()
+"""Bytes of the tables of drawings that are kept: adding up those of every kept one takes longer than a drawing."""
+
+
+def _bytes(drawings: Sequence[Drawing]) -> int:
+    """Return the bytes of all tables; a table of several drawings counts once."""
+    for drawing in drawings:
+        if drawing not in _sizes:
+            _sizes[drawing] = int(drawing.table.memory_usage(index=False).sum())
+    return sum({id(drawing.table): _sizes[drawing] for drawing in drawings}.values())
 
 
 # ---- a figure --------------------------------------------------------------------------------------------------------

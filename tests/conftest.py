@@ -90,7 +90,7 @@ def pytest_generate_tests(metafunc):
     for name in {"any_architecture", "any_attention"} & set(metafunc.fixturenames):
         import seams
 
-        metafunc.parametrize(name, seams.COVERING if name == "any_architecture" else seams.ATTENDING)
+        metafunc.parametrize(name, seams.TOGETHER if name == "any_architecture" else seams.ATTENDING)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from seams import COVERING
+from seams import TOGETHER
 
 WIDE = torch.float64
 WRITTEN = 280  # ids of the tokenizer; the model that writes with it has a few more
@@ -17,7 +17,7 @@ COMBINED = [
     ("cla+cross_layer_all", {}, FOUR), ("svformer+residual_attention", {}, {}),
     ("residual_attention", {"attn_mix": "logit"}, {}), ("resformer+bank_of_values", {}, {}), ("mhc+dyt", {"streams": 2}, {}),
 ]  # fmt: skip
-EVERY = [(name, {}, {} if "qa" in name else {"n_key_value_heads": 2}) for name in COVERING] + COMBINED
+EVERY = [(name, {}, {} if "qa" in name else {"n_key_value_heads": 2}) for name in TOGETHER] + COMBINED
 NAMES = [f"{name}-{index}" if options else name for index, (name, options, _) in enumerate(EVERY)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 WIDE = torch.float64
-COMBINED = ["resformer+cross_layer", "neutreno+gated_attention", "value_embedding+residual_k"]
 KV_HEADS = {"gqa": 2, "mqa": 1, "svformer+gqa": 1}
 """Of four heads, where the architecture itself says how many."""
 

@@ -8,7 +8,6 @@ from workbench.models import ARCHITECTURES
 from workbench.models.shortcut import Shortcut
 
 WIDE = torch.float64
-COMBINED = ["resformer+cross_layer", "denseformer+cut_skip", "resformer+neutreno+gated_attention"]
 CHANGES_STREAM = ("stream_sources", "skip", "connections")
 AVERAGED = [
     name
@@ -16,7 +15,6 @@ AVERAGED = [
     if any(getattr(s, method) is not getattr(Shortcut, method) for s in entry.shortcuts for method in CHANGES_STREAM)
 ]
 AVERAGED += ["denseformer+cut_skip"]
-NORMED = ["sandwich_norm", "post_norm"]  # their outputs, behind W_O and the MLP
 SMALL = {"d_model": 16, "n_heads": 2, "d_mlp": 20, "d_vocab": 11}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,6 +20,7 @@ from strangers import (
     RawMatrix,
     SharedValues,
     eagerly,
+    large,
 )
 
 import workbench
@@ -55,6 +57,17 @@ STRANGERS = {
 
 def see(module, ids, **options):
     return workbench.observe(module, ids, quiet=True, **options)
+
+
+@functools.cache
+def stranger(name):
+    """One of the strangers, its logits and its weights before anybody observed it, and the observed module: to look at alone."""
+    module = large(STRANGERS[name]())
+    ids = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))  # the fixture's
+    with torch.no_grad():
+        plain = logits_of(module(ids)).clone()
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    return module, plain, state, see(module, ids)
 
 
 def logits_of(output):

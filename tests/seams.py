@@ -72,15 +72,7 @@ ATTENDING = covering(COVERING, ("score", "softmaxes", "grouped", "norms", "conne
 TOGETHER = [
     "resformer_dense", "mhc+svformer+post_norm", "neutreno+value_embedding", "denseformer+cross_layer_all+gqa",
     "exclusive_attention+gated_attention+cla", "residual_attention+residual_k+gqa",
-    "satformer+value_scale+value_gate+held_start", "skip_v1+value_gate_query+sink_logit", "neutreno+attention_residuals",
-    "resformer", "bank_of_values",
+    "satformer+value_scale", "skip_v1+sink_logit", "neutreno+attention_residuals", "bank_of_values",
+    "resformer+cross_layer", *(name for name in ARCHITECTURES if not equations.written(name)),
 ]  # fmt: skip
-"""Combinations that do the same in half as many models, where each costs seconds."""
-
-
-def of_every_kind():
-    """The first name of each kind: those of the same shortcuts that do the same at the seams differ in numbers alone."""
-    kinds = {}
-    for name, entry in ARCHITECTURES.items():
-        kinds.setdefault((entry.classes, frozenset(uses(name))), name)
-    return sorted({*kinds.values(), *COVERING}, key=list(ARCHITECTURES).index)
+"""Combinations that do the same in half as many models: what holds for `any_architecture` is asked of these."""

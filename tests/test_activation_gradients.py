@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hooked import COMBINED, WIDE, grouped, listening, tokens
-from seams import COVERING
+from hooked import WIDE, grouped, listening, tokens
+from seams import TOGETHER
 
 from workbench.data.sources import Sample
 from workbench.errors import UnknownName, WorkbenchError
@@ -28,7 +28,7 @@ def differences(model, ids, directions, *, step=1e-6):
 
 
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_gradients_of_activations_equal_finite_differences(tiny, architecture, alone):
     """Slopes add up: all points of one kind in one layer move together, or each alone."""
     model = tiny(architecture, dtype=WIDE, config=grouped(architecture))

@@ -66,7 +66,7 @@ def test_a_deep_link_is_drawn_or_explained_on_any_folder(page, folders, kind, na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", ["populated", "damaged"])
 def test_no_page_breaks_on_any_folder_with_its_defaults(page, folders, kind, name):
     at = page(folders[kind], name)
     assert "Traceback" not in said(at)
@@ -76,7 +76,7 @@ def test_no_page_breaks_on_any_folder_with_its_defaults(page, folders, kind, nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", ["populated", "one", "damaged", "half_written"])
 def test_no_comparison_breaks_on_any_folder(page, folders, kind, name):
     at = page(folders[kind], name, **DEEP[name] | COMPARE)
     assert "Traceback" not in said(at)

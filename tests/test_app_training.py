@@ -14,7 +14,13 @@ from workbench.runs.run import Run
 
 APP = Path(__file__).parent.parent / "app"
 PARTS = ("loss", "gradients", "coefficients", "pace")
-SHOWN = {"populated": PARTS, "empty": ("loss",), "damaged": PARTS, "half_written": ("loss",), "foreign": ("pace",)}
+SHOWN = {
+    "populated": PARTS,
+    "empty": ("loss",),
+    "damaged": ("loss", "coefficients"),
+    "half_written": ("loss",),
+    "foreign": ("pace",),
+}
 """Parts of the page that each kind of folder is a question to."""
 A, B = "text-resformer-s0", "text-transformer-s0"
 

@@ -114,7 +114,7 @@ def test_longer_trainings_are_compared_at_the_rates_that_a_sweep_of_other_seeds_
     assert "100.0 tokens per parameter" in found.setting
     edge = _tuned({"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 8e-3})
     assert judged("lower_loss", edge[0], (), edge[1]).status == "unresolved", "8e-3 is the largest rate of the sweep"
-    made, told = _tuned({"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 4e-3})
+    told, made = made[1], made[0]
     other = [of | {"lr": 1e-3} if of["model"] == "resformer" and of["steps"] == 1500 else of for of in made]
     assert judged("lower_loss", other, (), told).setting.startswith("1 seed of 2 models"), "a rate that no sweep chose"
 

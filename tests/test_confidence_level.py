@@ -81,7 +81,10 @@ def test_the_level_stands_in_every_sentence(ninety):
 def test_no_file_copies_the_level():
     copies = []
     for file in [*ROOT.glob("workbench/**/*.py"), *ROOT.glob("app/**/*.py"), *ROOT.glob("analyses/*.py")]:
-        name, tree = str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
+        name, text = str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+        if not re.search(r"\.95|9\.5e|\.9?75|\.025|2\.5e|1\.96|2\.365|9[05] ?%", text):
+            continue
+        tree = ast.parse(text)
         statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         for node in ast.walk(tree):
             if not isinstance(node, ast.Constant) or id(node) in statements:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from seams import COVERING
+from seams import TOGETHER
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,7 +137,7 @@ def test_narrow_types_and_autocast_are_as_good_as_the_plain_form(dtype):
 
 @pytest.mark.parametrize(
     ("architecture", "per_token"),
-    [*((name, True) for name in COVERING), ("transformer", False), ("denseformer", False)],
+    [*((name, True) for name in TOGETHER), ("transformer", False), ("denseformer", False)],
 )
 def test_a_model_s_loss_and_gradients_stay_the_same(tiny, architecture, in_chunks, monkeypatch, per_token):
     model = tiny(architecture, dtype=torch.double)

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from seams import COVERING
+from seams import TOGETHER
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
@@ -14,11 +14,6 @@ from workbench.models.decomposition import TOLERANCE, decompose
 from workbench.names import path_name, stream_hook
 
 WIDE = torch.float64
-COMBINED = [
-    "resformer+cross_layer", "resformer+neutreno+gated_attention", "identity_map+gated_attention", "denseformer+cut_skip",
-    "same_key+denseformer", "value_embedding+residual_attention", "resformer+cla", "identity_map+gqa", "neutreno+mqa",
-    "sandwich_norm+attention_residuals+resformer", "dyt+gated_attention",
-]  # fmt: skip
 
 
 def tokens(length=6, *, batch=2, seed=0):
@@ -34,7 +29,7 @@ def awake(awake):
 # ---- completeness ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_parts_sum_to_every_stream_and_to_the_logits(awake, architecture):
     model, ids = awake(architecture), tokens()
     logits, cache = model.run_with_cache(ids)
@@ -52,7 +47,7 @@ def test_parts_sum_to_every_stream_and_to_the_logits(awake, architecture):
         torch.testing.assert_close(found.parts.sum(0), normalised, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_finer_parts_sum_to_coarser_ones(awake, architecture):
     model, ids = awake(architecture), tokens()
     layers, heads, paths = (decompose(model, ids, by=by) for by in ("layer", "head", "value_path"))
@@ -119,7 +114,7 @@ def test_a_part_is_how_far_the_stream_moves_with_its_output_alone(awake, archite
         torch.testing.assert_close(found.whole - without, found[label], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, architecture):
     model, ids = awake(architecture), tokens()
     _, cache = model.run_with_cache(ids)
@@ -185,7 +180,8 @@ def test_a_cache_without_batch_gives_parts_without_batch(awake):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), [*((name, torch.bfloat16) for name in COVERING), ("denseformer", torch.float32)]
+    ("architecture", "dtype"),
+    [*((name, torch.bfloat16) for name in [*TOGETHER, "value_gate_query"]), ("denseformer", torch.float32)],
 )
 def test_other_precisions_sum_within_their_rounding(architecture, awake, dtype):
     model = awake(architecture, dtype=dtype)

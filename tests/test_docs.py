@@ -35,6 +35,7 @@ def test_the_page_of_evidence_says_what_the_shipped_runs_say():
     assert next(iter(made.values())).count("\n### ") >= 20, "claims with a verdict"
 
 
+@pytest.mark.slow
 def test_the_readmes_picture_shows_the_shipped_runs():
     numbers = pictures.numbers(pictures.resting())
     assert sum(len(line) > 20 for line in numbers) >= 20, "lines and bands of five models in two panels"

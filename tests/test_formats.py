@@ -56,8 +56,7 @@ def test_nanogpt_files_of_llamas_open_with_step_and_settings(tiny, tmp_path):
     assert loaded.config.n_ctx == 128
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize(("bias", "mask"), [(True, False), (False, True)])
 def test_nanogpt_files_of_gpt2s_compute_the_same_in_transformers(tmp_path, bias, mask):
     gpt = GPT(bias=bias, mask=mask).eval()
     tensors = {f"_orig_mod.{name}": t for name, t in gpt.state_dict().items()}

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hooked import COMBINED, WIDE, listening, tokens
-from seams import COVERING
+from hooked import WIDE, listening, tokens
+from seams import TOGETHER
 
 from workbench.errors import UnknownName
 from workbench.models.hook_points import HookPoint
@@ -98,7 +98,7 @@ def test_an_edit_of_the_first_layers_value_reaches_every_later_layer(tiny, archi
         assert (cache[f"blocks.{layer}.attn.source.0.hook_v"] == 3).all()
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_an_edit_where_a_tensor_is_read_stays_with_its_reader(tiny, architecture):
     """Whatever a layer borrows or mixes: earlier layers and the other readers keep what they had, its own output moves."""
     model = tiny(architecture, dtype=WIDE)

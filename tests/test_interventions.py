@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
-from seams import COVERING
+from seams import TOGETHER
 
 from workbench.data.sources import RepeatedData, Sample
 from workbench.errors import UnknownName, WorkbenchError
@@ -41,7 +41,7 @@ def test_token_means_by_hand(tiny):
     assert means.seen(torch.tensor([[3, 4, 5]])).tolist() == [[True, False, True]]
 
 
-@pytest.mark.parametrize("architecture", COVERING)
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_first_layer_values_are_a_function_of_the_token(tiny, architecture):
     """Also with grouped heads, and with tokens that the table has never seen: they keep their own values."""
     ids = torch.cat([some_tokens(), torch.full((6, 4), 57)], 1)

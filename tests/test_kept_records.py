@@ -30,6 +30,15 @@ def test_the_second_time_nothing_is_run(everything, forwards):
     assert forwards, "other sequences are another measurement"
 
 
+def test_what_ships_with_a_run_is_not_measured_again(forwards):
+    found = measure(
+        "models-resformer-s0", ["sink_mass", "token_identity_share"], sites={"token_identity_share": ("v",)}
+    )
+    assert not forwards
+    assert {*found["metric"]} == {"sink_mass", "token_identity_share"}
+    assert found["n"].max() == 64
+
+
 def test_one_changed_weight_is_measured_again(tiny, forwards):
     model, ids = tiny(), torch.arange(40).view(2, 20)
     before = measure(model, "loss", ids)

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from lensed import WIDE, close, tokens
-from seams import COVERING
+from seams import TOGETHER
 from transformer_lens.head_detector import detect_head, get_previous_token_head_detection_pattern
 from transformer_lens.SVDInterpreter import SVDInterpreter
 
@@ -41,7 +41,7 @@ def plant_previous_token_head(model, layer, head):
         attn.k_proj.weight[group * c.d_head + half, 0] = one.sin()
 
 
-STRONG = [name for name in COVERING if "post_norm" not in name]  # normed queries have one strength
+STRONG = [name for name in TOGETHER if "post_norm" not in name]  # normed queries have one strength
 
 
 @pytest.mark.parametrize("architecture", [*STRONG, "resformer+cross_layer"])

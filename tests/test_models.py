@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from seams import COVERING
+from seams import COVERING, TOGETHER
 
 from workbench.config import ModelConfig
 from workbench.metrics.attention import importance_entropy, uniform_entropy
@@ -18,10 +18,6 @@ from workbench.models import ARCHITECTURES, build
 from workbench.names import ACTIVATIONS, position_axis, stream_hook
 
 WIDE = torch.float64
-COMBINED = [
-    "svformer+denseformer", "neutreno+residual_k", "neutreno+cla", "resformer+cross_layer", "gated_attention+identity_map",
-    "value_embedding+residual_k",
-]  # fmt: skip
 SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
 
 
@@ -50,7 +46,7 @@ def test_fused_attention_equals_eager_in_values_and_gradients(any_architecture, 
 # ---- what the named activations are ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", [*COVERING, "resformer+cross_layer"])
 def test_activations_obey_their_identities(awake, architecture):
     """What enters a layer, its coefficients, what it attends with, and what comes out, each computed from the others."""
     heads = {} if "qa" in architecture else {"n_key_value_heads": 2}  # query_group says how many
@@ -130,7 +126,7 @@ def test_activations_obey_their_identities(awake, architecture):
 
 @pytest.mark.parametrize(
     ("architecture", "options"),
-    [*((a, {}) for a in [*COVERING, *COMBINED]), ("residual_attention", {"attn_mix": "logit"})],
+    [*((a, {}) for a in TOGETHER), ("residual_attention", {"attn_mix": "logit"})],
 )
 def test_every_hook_point_fires_once_with_its_positions_where_the_vocabulary_says(tiny, architecture, options):
     """13 positions: no other axis of these tensors is as long."""
@@ -164,7 +160,7 @@ def test_named_activations_exist_and_have_their_axes():
             assert (None if axis is None else activation.axes.split()[axis]) == (None if axis is None else wanted), name
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_no_token_sees_the_future_and_each_sees_the_past(awake, architecture):
     model = awake(architecture, dtype=WIDE)
     ids = tokens(model, 12)
@@ -200,7 +196,7 @@ def test_first_values_depend_on_the_id_alone(any_architecture, tiny):
 
 
 def test_one_repeated_id_gives_identical_tokens_in_every_stream(any_architecture, awake):
-    if any_architecture.startswith(("cross_layer", "sink_logit")):
+    if {"cross_layer", "cross_layer_all", "sink_logit"} & set(any_architecture.split("+")):
         pytest.skip(
             "how much falls on either layer's keys, or on none, depends on the position: equal ids, unequal scores"
         )
@@ -296,7 +292,7 @@ def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):
 
 @pytest.mark.parametrize(
     ("architecture", "pickled"),
-    [*((name, False) for name in COVERING), ("transformer", True), ("cross_layer_all", True)],
+    [*((name, False) for name in TOGETHER), ("transformer", True), ("cross_layer_all", True)],
 )
 def test_a_copy_is_whole_and_independent(architecture, awake, pickled):
     model = awake(architecture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from observed import LAMBDAS, STRANGERS, logits_of, pattern_of, see
+from observed import LAMBDAS, STRANGERS, logits_of, pattern_of, see, stranger
 from strangers import GPT, LAYERS, GroupedAttention, InPlaceBlock, SharedValues, eagerly, large
 
 import workbench
@@ -15,11 +15,8 @@ from workbench.names import STATISTICS
 
 @pytest.mark.parametrize("name", STRANGERS)
 @torch.no_grad()
-def test_no_bit_of_the_output_changes_and_nothing_stays_behind(name, ids):
-    module = large(STRANGERS[name]())
-    plain = logits_of(module(ids)).clone()
-    state = {key: value.clone() for key, value in module.state_dict().items()}
-    observed = see(module, ids)
+def test_no_bit_of_the_output_changes_and_what_is_shown_is_what_the_module_computes(name, ids):
+    module, plain, state, observed = stranger(name)
     cached, cache = observed.run_with_cache(ids)
     assert torch.equal(plain, observed(ids))
     assert torch.equal(plain, cached)
@@ -29,12 +26,6 @@ def test_no_bit_of_the_output_changes_and_nothing_stays_behind(name, ids):
         assert not part._forward_hooks
         assert not part._forward_pre_hooks
     assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
-
-
-@pytest.mark.parametrize("name", STRANGERS)
-@torch.no_grad()
-def test_values_pattern_and_statistics_are_those_the_module_computes(name, ids):
-    observed = see(large(STRANGERS[name]()), ids)
     names = [n for n in observed.hook_dict if not n.endswith(("attn_scores", "hook_pattern"))]
     _, cache = observed.run_with_cache(ids, names_filter=names)
     for i in range(LAYERS):

@@ -51,9 +51,12 @@ def logits_with(observed, ids, *hooks):
 
 
 @pytest.mark.parametrize(
-    "name", ["fused", "grouped heads", "repeated heads", "torch.softmax", "shared values", "in place"]
+    ("name", "mode"),
+    [
+        *((name, torch.enable_grad) for name in ("fused", "repeated heads", "in place")),
+        *((name, torch.inference_mode) for name in ("fused", "grouped heads", "torch.softmax", "shared values")),
+    ],
 )
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_what_hooks_edit_in_place_arrives_as_an_edited_copy_does(name, mode, ids):
     observed = see(large(STRANGERS[name]()), ids)
     with mode():
@@ -301,9 +304,14 @@ def _again(forward, options):
     return lambda *args: checkpoint(forward, *args, **options)
 
 
-@pytest.mark.parametrize("part", ["block", "attention"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("point", ["attn.hook_v", "attn.own.hook_v", "attn.hook_pattern", "hook_attn_out"])
+@pytest.mark.parametrize(
+    ("point", "part", "reentrant"),
+    [
+        ("attn.hook_v", "block", False), ("attn.hook_v", "attention", True), ("attn.own.hook_v", "block", True),
+        ("attn.own.hook_v", "attention", False), ("attn.hook_pattern", "block", False), ("attn.hook_pattern", "attention", True),
+        ("hook_attn_out", "block", True), ("hook_attn_out", "attention", False),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_computes_again_what_the_hooks_changed(part, reentrant, point, ids):
     gradients = []
     for options in (None, {"use_reentrant": reentrant}):

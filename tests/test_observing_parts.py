@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from observed import LAMBDAS, STRANGERS, see
+from observed import LAMBDAS, STRANGERS, see, stranger
 from odd_stacks import Gated, Headed, Outside, Scaled, Streams, TwoMixers, hybrid, negative, sinking, talking
 from strangers import GPT, HEADS, D, GPTBlock, large
 from torch import nn
@@ -137,7 +137,7 @@ def sums(observed, ids, tolerance=1e-9, levels=LEVELS):
 @torch.no_grad()
 @pytest.mark.parametrize("name", STRANGERS)
 def test_parts_sum_to_the_logits_of_every_stranger(name, ids):
-    observed = see(large(STRANGERS[name]()), ids)
+    *_, observed = stranger(name)
     sums(observed, ids, 1e-4, levels=("value_path",))
     frame = logit_attribution(observed, ids[:1], 9, 5, 11).frame
     for finer, coarser in (("head", "layer"), ("value_path", "head")):

@@ -144,8 +144,7 @@ class Decoder(nn.Module):
 FORMS = ("each", "chunks", "parameter", "rows", "columns", "low rank", "low rank by function")
 
 
-@pytest.mark.parametrize("skip", [(), (0,)])
-@pytest.mark.parametrize("tables", FORMS)
+@pytest.mark.parametrize(("tables", "skip"), [(form, ((), (0,))[number % 2]) for number, form in enumerate(FORMS)])
 @torch.no_grad()
 def test_tables_of_values_are_found_by_their_ids_wherever_they_are_looked_up(tables, skip):
     module = Decoder(tables, skip).double()
@@ -175,36 +174,27 @@ def test_an_edit_of_the_embedding_changes_no_table():
 # ---- names of ordinary decoders -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize(
-    "form",
-    [
-        "",
-        "module",
-        "module adds",
-        "adds",
-        "sandwich",
-        "module sandwich",
-        "parallel",
-        "module parallel",
-        "scaled",
-        "scaled adds",
-    ],
-)
+    ("form", "mixes"),
+    [("", False), ("", True), ("module", True), ("module adds", False), ("adds", True), ("sandwich", False),
+     ("module sandwich", True), ("parallel", False), ("module parallel", True), ("scaled", True), ("scaled adds", False)],
+)  # fmt: skip
 def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes):
     observed = see(Decoder(form=form, mixes=mixes), IDS)
     assert (observed.architecture, observed.notes) == ("resformer" if mixes else "transformer", [])
 
 
-@pytest.mark.parametrize("w_o", ["module", "linear", "einsum", "heads first", "matmul"])
 @pytest.mark.parametrize(
-    ("gate", "architecture", "note"),
+    ("gate", "w_o", "architecture", "note"),
     [
-        ("", "transformer", ""),
-        ("head", "transformer", "a share of pattern x values"),
-        ("element", "gated_attention", "times a positive one (a gate)"),
-        ("norm", "transformer", "a share of pattern x values"),
-        ("silu", "unknown", "something changes the heads' outputs"),
+        *(("", w_o, "transformer", "") for w_o in ("module", "einsum", "matmul")),
+        *(("head", w_o, "transformer", "a share of pattern x values") for w_o in ("linear", "heads first")),
+        *(
+            ("element", w_o, "gated_attention", "times a positive one (a gate)")
+            for w_o in ("module", "linear", "heads first")
+        ),
+        *(("norm", w_o, "transformer", "a share of pattern x values") for w_o in ("einsum", "matmul")),
+        *(("silu", w_o, "unknown", "something changes the heads' outputs") for w_o in ("module", "heads first")),
     ],
 )
 @torch.no_grad()

@@ -149,12 +149,20 @@ def test_sequences_in_one_row_that_see_each_other_are_refused(ids):
         see(large(Packed(apart=False)), ids)
 
 
+@pytest.fixture(
+    scope="module", params=[Registers, lambda: Packed("eager"), lambda: GPT(attention=lambda i: Prefixed(i))]
+)
+def longer(request):
+    """An observed module whose tensors hold more than the tokens of one sequence."""
+    ids = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
+    return see(large(request.param()).double(), ids)
+
+
 @pytest.mark.parametrize("point", ["hook_resid_pre", "hook_mlp_out", "attn.hook_v", "attn.hook_z", "attn.hook_pattern"])
-@pytest.mark.parametrize("make", [Registers, lambda: Packed("eager"), lambda: GPT(attention=lambda i: Prefixed(i))])
 @torch.no_grad()
-def test_what_is_replaced_is_the_tokens_and_nothing_else(make, point, ids):
+def test_what_is_replaced_is_the_tokens_and_nothing_else(longer, point, ids):
     """Adding nothing changes nothing; what is changed at one token leaves those before it as they are."""
-    observed = see(large(make()).double(), ids)
+    observed = longer
     plain = observed(ids)
 
     def changed(x, hook, by):

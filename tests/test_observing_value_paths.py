@@ -76,7 +76,7 @@ def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, n
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"depth_blocks": 2}, {"depth_form": "delta"}, {"depth_heads": 2}, {"depth_blocks": 3, "depth_heads": 2}],
+    [{}, {"depth_form": "delta"}, {"depth_blocks": 3, "depth_heads": 2}],
 )
 @torch.no_grad()
 def test_attention_residuals_are_named_and_taken_apart_as_from_inside(tiny, options, ids):

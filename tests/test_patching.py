@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from lensed import COMBINED, SMALL, WIDE, small, tokens
-from seams import COVERING
+from lensed import SMALL, WIDE, small, tokens
+from seams import TOGETHER
 from transformer_lens import patching
 from transformer_lens.tools.analysis import attribution_patch
 from transformer_lens.utilities import get_act_name
@@ -52,7 +52,7 @@ def patched_by_hand(model, corrupted, clean_cache, name, axes, cell):
     return metric(model.run_with_hooks(corrupted, fwd_hooks=[(get_act_name(name, layer), patch)]))
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, "resformer+cross_layer"])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_patching_sweeps_equal_runs_patched_by_hand(awake, architecture):
     model = awake(architecture, **small(architecture))
     clean, corrupted = (tokens(3, batch=1, seed=seed, vocabulary=11) for seed in (1, 2))
@@ -118,7 +118,7 @@ def test_direct_path_patching_says_that_it_does_not_apply(awake):
 # ---- attribution patching --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [*COVERING, *COMBINED])
+@pytest.mark.parametrize("architecture", TOGETHER)
 def test_node_attributions_equal_their_definition_and_finite_differences(awake, architecture):
     """Effect of a node: (clean - corrupted) . dmetric/dnode on the corrupted run, the slope along that direction."""
     model = awake(architecture, **small(architecture))

@@ -95,7 +95,7 @@ def test_own_values_of_the_first_layer_reach_the_ceiling(awake, architecture, ki
 
 def test_errors_are_over_held_out_documents(tiny):
     tokens = zipf(16, 24, 61)
-    frame = measure(tiny(), "token_probe", tokens)
+    frame = measure(tiny(), "token_probe", tokens, sites={"token_probe": ("stream",)})
     (row,) = frame[
         (frame["site"] == "stream") & (frame["layer"] == 1) & frame["control"].isna() & frame["variant"].isna()
     ].itertuples()

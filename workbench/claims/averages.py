@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pandas as pd
-from scipy import stats
 
 from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import ends_lower
@@ -126,6 +125,8 @@ def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
         raise InsufficientEvidence(
             f"Needs places that read {SOURCES} sources or more, with weights and costs that differ."
         )
+    from scipy import stats
+
     found = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
     return pd.DataFrame(found, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
-from scipy import stats
 
 from workbench.claims.evidence import Evidence
 from workbench.claims.loss import beside_scaled
@@ -68,6 +67,8 @@ def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
     parts = [rows for _, rows in both.groupby("seed") if len(rows) >= POINTS and rows["value_e"].nunique() > 1]
     if not parts:
         raise InsufficientEvidence(f"Needs {POINTS} layers, over all models of a seed, for a rank correlation.")
+    from scipy import stats
+
     return over_seeds([float(stats.spearmanr(rows["value_e"], rows["value_s"]).statistic) for rows in parts])
 
 

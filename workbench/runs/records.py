@@ -303,11 +303,14 @@ def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.loc[selected["row"]].reset_index(drop=True)
 
 
+SHIPPED_RECORDS = "all.parquet"
+
+
 class Store:
     """Measured records in a folder, addressed by weights, data, metric and version.
 
     One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers.
-    Readers need no lock, since files are replaced atomically.
+    Readers need no lock, since files are replaced atomically. Runs that ship have the records of all their steps in `all.parquet`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -317,14 +320,18 @@ class Store:
         return self.folder / f"{weights}-{data}{kind}.parquet"
 
     def get(self, weights: str, data: str, keys: Sequence[str]) -> dict[str, pd.DataFrame]:
-        """Return the stored rows of every measurement key that exists."""
-        path = self._path(weights, data)
-        if not path.exists():
-            return {}
-        frame = read_parquet([path])
-        key_of = {text: facts(text).get("key") for text in frame["provenance"].unique()}
-        groups = frame.groupby(frame["provenance"].map(key_of), sort=False)
-        return {str(key): rows for key, rows in groups if key in keys}
+        """Return the stored rows of every measurement key that exists, also of those that ship with a run."""
+        stored: dict[str, pd.DataFrame] = {}
+        for path in (self.folder / SHIPPED_RECORDS, self._path(weights, data)):
+            if not path.exists():
+                continue
+            table = read_tables([path], ["provenance"])
+            texts = table["provenance"].to_pandas()
+            key_of = {text: key for text in texts.unique() if (key := facts(text).get("key")) in keys}
+            found = texts.map(key_of)
+            frame = typed(table.filter(found.notna().to_numpy()).to_pandas())
+            stored |= {str(key): rows for key, rows in frame.groupby(found.dropna().to_numpy(), sort=False)}
+        return stored
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
         """Replace the rows of the same metrics in this or an older version.

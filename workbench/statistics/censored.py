@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from workbench.statistics.intervals import Interval, over_seeds
 
@@ -64,6 +63,8 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
     steps = (method["at"] - baseline["at"]).astype(float).rename_axis("seed")
     if len(steps) < 2 or (method["formed"].all() and baseline["formed"].all()):
         return over_seeds(steps)
+    from scipy import stats
+
     scores = _log_rank_scores(pd.concat([method, baseline], ignore_index=True))
     own, others = scores[: len(shared)], scores[len(shared) :]
     test = stats.permutation_test(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 from workbench.errors import BadData
 
@@ -39,7 +39,7 @@ def confidence() -> str:
 
 def t_quantile(degrees: float, error: float | None = None) -> float:
     """Return the two-sided quantile of Student's t distribution at an error level, by default 1 - `LEVEL`."""
-    return float(stats.t.isf((significance() if error is None else error) / 2, degrees))
+    return -float(special.stdtrit(degrees, (significance() if error is None else error) / 2))
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ def over_documents(values: Sequence[float] | np.ndarray, seed: int = 0) -> Inter
         return Interval(mean, math.nan, math.nan, len(x))
     if np.ptp(x) == 0:
         return Interval(mean, mean, mean, len(x))
+    from scipy import stats  # loads slowly, and few need it
+
     rng = np.random.default_rng(seed)
     bounds = stats.bootstrap((x,), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, rng=rng).confidence_interval
     return Interval(mean, float(bounds.low), float(bounds.high), len(x))
@@ -112,10 +114,9 @@ def over_seeds(values: Sequence[float] | np.ndarray | pd.Series) -> Interval:
     seeds = tuple(map(str, values.index)) if isinstance(values, pd.Series) and values.index.name == "seed" else ()
     if not error:
         return Interval(mean, mean, mean, len(x), float(mean == 0), each, seeds)
-    low, high = stats.t.interval(LEVEL, degrees, mean, error)  # `ttest_1samp` warns if all seeds are nearly equal
-    return Interval(
-        mean, float(low), float(high), len(x), 2 * float(stats.t.sf(abs(mean) / error, degrees)), each, seeds
-    )
+    half = float(special.stdtrit(degrees, (1 + LEVEL) / 2)) * error  # `ttest_1samp` warns if all seeds are nearly equal
+    p = 2 * float(special.stdtr(degrees, -abs(mean) / error))
+    return Interval(mean, mean - half, mean + half, len(x), p, each, seeds)
 
 
 def paired_seeds(method: pd.Series, baseline: pd.Series) -> Interval:
@@ -138,6 +139,8 @@ def paired_documents(method: pd.DataFrame, baseline: pd.DataFrame, seed: int = 0
     mean = over_documents(change, seed)
     if math.isnan(mean.low) or not change.any():
         return mean
+    from scipy import stats
+
     rng = np.random.default_rng(seed)
     test = stats.permutation_test((change,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, rng=rng)
     return Interval(mean.value, mean.low, mean.high, mean.n, float(test.pvalue))

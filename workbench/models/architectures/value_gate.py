@@ -36,7 +36,8 @@ class _ValueGate(Shortcut):
 
     def opened(self, layer: int, v: Tensor, x: Tensor) -> Tensor:
         """Return the gates of all heads [batch, pos, head, 1]."""
-        return F.linear(v.flatten(-2) if self.gate_from == "value" else x, self.gates[layer]).sigmoid()[..., None]
+        read, gates = v.flatten(-2) if self.gate_from == "value" else x, self.gates[layer]
+        return F.linear(read.to(gates.dtype), gates).sigmoid()[..., None]
 
 
 class KeySideGate(_ValueGate):
