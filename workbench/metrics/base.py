@@ -34,23 +34,28 @@ AXES = {"pos": "position", "head": "head", "kv_head": "head", "source": "source"
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric; `function` is the pure function or the accumulator class."""
+    """A registered metric; the fields after `form` are the settings of `@metric`."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # the pure function or the accumulator class
     form: Form
     unit: str
-    range: str
-    reading: str
-    source: str
-    sites: tuple[str, ...] = ()
+    range: str  # of the values, in words
+    reading: str  # meaning of higher or lower values
+    source: str  # paper or method
+    sites: tuple[str, ...] = ()  # activations for a `vectors` argument, one at a time
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keyword options by name; `per_head` adds a head axis."""
     controls: Mapping[str, Any] = field(default_factory=dict)
-    units: Mapping[str, str] = field(default_factory=dict)
-    folds: int = 8
-    min_length: int = 1
+    """By name a function of `T` or `tokens` (per sequence), or keyword options (accumulated, derived)."""
+    units: Mapping[str, str] = field(default_factory=dict)  # of variants that differ
+    folds: int = 8  # jackknife groups of documents for the error of an accumulated value
+    min_length: int = 1  # least number of positions of a document
     version: int = 1
+    """Raise it whenever the numbers change, through the metric's code, a model's or a kernel's; older records are measured anew."""
     doubt: Callable[[Tensor], str] | None = None
+    """Maps ids [batch, pos] to the reason why the numbers have no meaning on them, or to ""; shown under their figures."""
     ahead: Callable[[Tensor], Mapping[str, Any]] | None = None
+    """Maps all ids [batch, pos] of a measurement to options with which an accumulator stores less for the same result."""
 
     @property
     def name(self) -> str:
@@ -95,43 +100,10 @@ class Metric:
 METRICS: dict[str, Metric] = {}
 
 
-def metric(
-    *,
-    unit: str,
-    range: str,  # noqa: A002 - the word of the record
-    reading: str,
-    source: str,
-    sites: tuple[str, ...] = (),
-    variants: Mapping[str, Mapping[str, Any]] | None = None,
-    controls: Mapping[str, Any] | None = None,
-    units: Mapping[str, str] | None = None,
-    folds: int = 8,
-    min_length: int = 1,
-    version: int = 1,
-    doubt: Callable[[Tensor], str] | None = None,
-    ahead: Callable[[Tensor], Mapping[str, Any]] | None = None,
-) -> Callable[[F], F]:
-    """Register a metric under the name of its function or class.
+def metric(*, unit: str, range: str, reading: str, source: str, **settings: Any) -> Callable[[F], F]:  # noqa: A002
+    """Register a metric under the name of its function or class; the settings are the fields of `Metric`.
 
-    Args:
-        unit: Unit of the values.
-        range: Range of the values, in words.
-        reading: Meaning of higher or lower values.
-        source: Paper or method.
-        sites: Activations for a `vectors` argument, one at a time.
-        variants: Keyword options by name; `per_head` adds a head axis.
-        controls: By name a function of `T` or `tokens` (per sequence), or keyword options (accumulated, derived).
-        units: Units of variants that differ.
-        folds: Jackknife groups of documents for the error of an accumulated value.
-        min_length: Least number of positions of a document.
-        version: Raise it whenever the numbers change, through the metric's code, a model's or a kernel's. Stored records of an
-            older version are then measured anew.
-        doubt: Maps ids [batch, pos] to the reason why the numbers have no meaning on them, or to ""; shown under their figures.
-        ahead: Maps all ids [batch, pos] of a measurement to options with which an accumulator stores less for the same result.
-
-    Raises:
-        ValueError: The name is taken.
-        UnknownName: An argument is no activation, or an axis no column of the records.
+    Raises `ValueError` if the name is taken, `UnknownName` for an argument that is no activation, or an axis no column of the records.
     """
 
     def register(function: F) -> F:
@@ -140,10 +112,7 @@ def metric(
             form = "accumulated"
         elif "Float" in str(inspect.signature(function).return_annotation):
             form = "per_sequence"
-        made = Metric(
-            function, form, unit, range, reading, source, sites, variants or {}, controls or {}, units or {},
-            folds, min_length, version, doubt, ahead,
-        )  # fmt: skip
+        made = Metric(function, form, unit, range, reading, source, **settings)
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")
         _refuse(f"argument of {made.name}", [*made.arguments, *made.optional], [*ACTIVATIONS, *GIVEN, "vectors"])
