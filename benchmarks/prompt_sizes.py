@@ -4,8 +4,9 @@
 
 An axis may be mistaken for another one if a prompt has as many positions as the module has heads, key-value heads, sequences or
 numbers in a head. A causal model gives each position the same activation in a longer prompt of one sequence, which is the truth here.
-The script names and leaves out families whose own logits depend on the length (attention in chunks or in both directions). It prints
-one line per family and kind of attention, and exits with 1 if an activation differs by more than 1e-4.
+The script names and leaves out families whose own logits depend on the length (attention in chunks or in both directions). A row's
+log-sum is compared relative to the score of its own position, since a bias that counts positions from the end (MPT's) shifts a whole
+row. It prints one line per family and kind of attention, and exits with 1 if an activation differs by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -52,22 +53,31 @@ def prefix(name: str, x: Tensor, length: int) -> Tensor:
     return x[..., :length] if QUERY_LAST.search(name) else x[:, :length]
 
 
+def compared_to(cache: dict[str, Tensor], name: str) -> Tensor:
+    """Return an activation; a row's log-sum minus the score of the query's own position, if that is known."""
+    if name.endswith("hook_lse") and (scores := name.replace("hook_lse", "hook_attn_scores")) in cache:
+        return cache[name] - cache[scores].diagonal(dim1=-2, dim2=-1)
+    return cache[name]
+
+
 def differences(observed: Observed, ids: Tensor) -> tuple[int, list[str], list[str]]:
     """Return the number of compared activations, a description of each that differs, and of each size that is refused.
 
     `ids` [batch, LONG] holds as many sequences as the longest prompt of `sizes` has positions.
     """
     names = [n for n in observed.hook_dict if not LEFT_OUT.search(n)]
-    truth = [observed.run_with_cache(row[None], names) for row in ids]
+    read = [*names, *(n for n in observed.hook_dict if n.endswith("hook_attn_scores"))]
+    truth = [observed.run_with_cache(row[None], read) for row in ids]
     compared, wrong, refused = 0, list[str](), list[str]()
     for batch, length in sizes(observed):
         try:
-            logits, cache = observed.run_with_cache(ids[:batch, :length], names)
+            logits, cache = observed.run_with_cache(ids[:batch, :length], read)
         except WorkbenchError as error:
             refused.append(f"{batch} x {length}: {error}")
             continue
         expected: dict[str, tuple[Tensor, list[Tensor]]] = {
-            name: (cache[name], [prefix(name, one[name], length) for _, one in truth[:batch]]) for name in names
+            name: (compared_to(cache, name), [prefix(name, compared_to(one, name), length) for _, one in truth[:batch]])
+            for name in names
         }
         if isinstance(logits, Tensor) and logits.shape[:2] == (batch, length):
             expected["logits"] = logits, [one[:, :length] for one, _ in truth[:batch]]

@@ -111,3 +111,9 @@ def test_data_and_models_in_memory_bear_names_of_their_own(tmp_path):
     assert len(lines) == 2
     assert all(any(run in name for name in lines) for run in runs)
     assert len({workbench.measure(models[0], "row_entropy", x)["data"].iloc[0] for x in ids}) == 2
+    module = models[0].foreign
+    module.angles = nn.Buffer(torch.ones(3))  # as those of a rotation, whose base no parameter shows
+    runs += workbench.measure(models[0], "row_entropy", ids[0])["run"].unique().tolist()
+    module.angles *= 1.1
+    runs += workbench.measure(models[0], "row_entropy", ids[0])["run"].unique().tolist()
+    assert len(set(runs)) == 4

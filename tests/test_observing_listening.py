@@ -210,6 +210,57 @@ def test_real_interrupts_leave_nothing(ids):
         signal.signal(signal.SIGINT, before)
 
 
+def interrupted_at(number, event, is_there, run):
+    """The KeyboardInterrupt that is raised at the event of the `number`-th frame that `is_there`; None if there are fewer."""
+    left = number
+
+    def local(frame, happened, arg):
+        nonlocal left
+        left -= happened == event
+        if happened == event and left == 0:
+            raise KeyboardInterrupt
+        return local
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(lambda frame, _, arg: local(frame, "call", arg) if is_there(frame) else None)
+        run()
+    except KeyboardInterrupt as stopped:
+        return stopped
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("number", [1, 2, 31])
+def test_an_interrupt_while_a_module_is_observed_leaves_no_hook(number, ids):
+    """It arrives when a hook is on the module, and before anybody has its handle."""
+    module = large(GPT())
+    observed = see(module, ids)
+    registers = lambda frame: frame.f_code.co_name.startswith("register_forward")  # noqa: E731
+    assert interrupted_at(number, "return", registers, lambda: see(module, ids))
+    assert not leftovers(observed)
+
+
+def test_an_interrupt_in_a_run_with_gradients_changes_no_mode_of_the_thread_now_or_later(ids):
+    """What an interrupted `inference_mode` restores when it is freed may be long out of date."""
+    observed, number, stopped = see(large(GPT()), ids), 0, True
+    exits = lambda frame: frame.f_code.co_name == "__exit__" and "grad_mode" in frame.f_code.co_filename  # noqa: E731
+    try:
+        while stopped:
+            number += 1
+            torch.set_grad_enabled(False)
+            stopped = interrupted_at(
+                number, "call", exits, lambda: observed.run_with_grads(ids, "blocks.1.attn.hook_v")
+            )
+            assert not torch.is_grad_enabled()
+            torch.set_grad_enabled(True)
+            stopped = stopped is not None  # its frames are freed
+            assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    assert number > 1
+
+
 def test_a_recorder_over_an_observed_module_leaves_nothing_after_an_interrupt(ids, tmp_path):
     module = large(GPT())
     observed = see(module, ids)
@@ -375,6 +426,11 @@ def test_a_call_of_the_module_itself_while_hooks_are_open_is_warned_of(ids):
         assert torch.equal(output, plain)
         module(ids)  # once is enough
         assert not torch.equal(observed(ids), plain)
+    with (
+        observed.hooks([("blocks.1.attn.hook_v", half)]),
+        pytest.warns(HooksNotCalled, match=r"a part of GPT was called"),
+    ):
+        module.forward(ids)  # passes no hook of the module
     with observed.hooks([("blocks.1.attn.hook_v", lambda x, hook: module(ids) and None)]):
         observed(ids)  # a hook's own calls are its own matter
     module(ids)

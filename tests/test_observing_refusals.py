@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.observing.recognition.structure import UNLIMITED
 
 
 def noisy(q, k, v, layer):
@@ -77,7 +79,13 @@ def test_soft_caps_keep_values_and_pattern_but_not_what_would_be_wrong(ids):
 
 @pytest.mark.parametrize(
     ("tokens", "cause"),
-    [([[1.5, 2.5]], "needs token ids"), ([[1, 2, 3]], "8 positions"), ([[1, 2], [3]], "no table of token ids")],
+    [
+        ([[1.5, 2.5]], "needs token ids"),
+        ([[1, 2, 3]], "8 positions"),
+        ([[1, 2], [3]], "no table of token ids"),
+        ([[0, 1, 2, VOCABULARY] * 3], f"ids 0 to {VOCABULARY} .*out of range.*: give ids of its vocabulary"),
+        ([[0, 1, 2, 3] * 30], r"tokens \(1, 120\) .*no more positions than it reads"),
+    ],
 )
 def test_bad_example_tokens_are_refused(tokens, cause):
     with pytest.raises(BadData, match=cause):
@@ -94,6 +102,17 @@ def test_names_and_inputs_are_checked_as_on_our_own_models(ids):
         observed(torch.full((1, 20), VOCABULARY))
     with pytest.raises(WorkbenchError, match=r"torch.nn.Module, not a int"):
         see(3, ids)
+
+
+def test_an_error_of_a_hook_is_not_blamed_on_the_number_of_tokens(ids):
+    """Where nothing says how many tokens the module reads, an error in a run may come from their number."""
+    observed = see(large(GPT()), ids)
+    observed.config = replace(observed.config, n_ctx=UNLIMITED)
+    wrong = ("blocks.0.hook_resid_pre", lambda x, hook: x.view(7, -1))
+    with observed.hooks([wrong]), pytest.raises(RuntimeError, match=r"shape '\[7, -1\]' is invalid"):
+        observed(ids)
+    with pytest.raises(WorkbenchError, match="cannot read 200 tokens"):
+        observed(ids[:, :1].expand(-1, 200))
 
 
 def test_a_chosen_stack_of_two_is_observed(ids):

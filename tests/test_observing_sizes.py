@@ -201,7 +201,7 @@ class Apart(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("alike", ["keys and values", "queries and keys", "heads", "zeros"])
+@pytest.mark.parametrize("alike", ["keys and values", "queries and keys", "multiples", "heads", "zeros"])
 def test_matrices_that_are_equal_when_observed_are_not_merged(alike, ids):
     module = large(GPT(attention=Apart))
     attentions = [block.attn for block in module.transformer.h]
@@ -209,10 +209,13 @@ def test_matrices_that_are_equal_when_observed_are_not_merged(alike, ids):
         pairs = {"keys and values": [(attn.v, attn.k)], "queries and keys": [(attn.q, attn.k)]}.get(alike, [])
         for to, of in pairs:
             to.load_state_dict(of.state_dict())
+        if alike == "multiples":
+            attn.v.load_state_dict({name: -2 * x for name, x in attn.k.state_dict().items()})
         for part in (attn.k, attn.v) if alike in ("heads", "zeros") else ():
             for p in part.parameters():
                 p.copy_(0 * p if alike == "zeros" else p[: D // 4].repeat(4, *[1] * (p.ndim - 1)))
     observed = see(module, ids)
+    assert observed.architecture == "transformer", "no value is said to be a mixture"
     large(module)  # trained apart
     names = {"q": "hook_q", "k": "hook_k", "v": "own.hook_v"}
     seen = {}

@@ -155,6 +155,7 @@ def test_complex_matrices_have_the_norms_of_their_entries(tmp_path):
         ({"n": 2**70}, "n=1180591620717411303424 is a int"),
         ({"seed": 1}, "unknown axis 'seed'"),
         ({"part": 3}, "part=3 is a int: give text"),
+        ({"site": "\ud800"}, "holds half a character"),
         ({"value": torch.ones(2)}, r"a tensor \[2\] of torch.float32, not one real number"),
         ({"value": "high"}, "could not convert string to float"),
         ({"value": None}, "TypeError"),

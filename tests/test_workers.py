@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -89,6 +90,33 @@ def test_ctrl_c_in_a_worker_leaves_no_job_that_had_not_begun(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("stopped", stopped, cost=9.0), *waiting], 1, lambda job, error: None)
     assert len(begun) < 10
+
+
+@pytest.mark.parametrize("place", ["as a job begins", "as a job ends"])
+def test_ctrl_c_between_the_lines_of_a_worker_refuses_all_further_jobs(place, monkeypatch):
+    """It arrives just after the handler of a job is installed, or just before it is removed."""
+    stopped, begun, install, before = [], [], signal.signal, signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(processes, "_stopped", stopped)
+
+    def arrives(number, handler):
+        if place == "as a job begins" and handler is not processes._note:
+            install(number, handler)
+            signal.raise_signal(signal.SIGINT)
+        elif place == "as a job ends" and handler is processes._note and not stopped:
+            signal.raise_signal(signal.SIGINT)
+        install(number, handler)
+
+    monkeypatch.setattr(processes.signal, "signal", arrives)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            processes.interruptible(lambda: begun.append("first"))
+        monkeypatch.undo()
+        monkeypatch.setattr(processes, "_stopped", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            processes.interruptible(lambda: begun.append("second"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "second" not in begun
 
 
 def test_any_executor_takes_the_jobs_and_their_results_come_in_the_jobs_order():

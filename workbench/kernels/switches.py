@@ -1,4 +1,4 @@
-"""Process-wide switches from PyTorch's fused encoder layers and compiled code to plain Python code.
+"""Switches of PyTorch: from fused encoder layers and compiled code to plain Python code, and out of inference mode.
 
 Fused layers and compiled code call neither hooks nor function modes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,3 +59,12 @@ COMPILED_CODE = ProcessSwitch(
     lambda before: _stance()._set_stance(before),
 )
 """Compiled code, run as plain Python."""
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Return a context outside inference mode, which is empty where that mode is off.
+
+    An interrupt can keep `torch.inference_mode` from its exit. It then restores the earlier gradient mode when it is freed, which
+    may be much later.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

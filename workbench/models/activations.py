@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.reference import shares
+from workbench.kernels.switches import outside_inference_mode
 from workbench.names import QUADRATIC, ByHookName, hook_name, is_statistic
 
 
@@ -104,7 +105,7 @@ def gradients_at(
         return branch(name, args[0]), *args[1:]
 
     points = [("hook_embed", leaf), *((name, capture) for name in hooked)]
-    with torch.inference_mode(False), torch.enable_grad(), model.hooks(points), ExitStack() as stack:
+    with outside_inference_mode(), torch.enable_grad(), model.hooks(points), ExitStack() as stack:
         for name, module in inputs.items():
             stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
         loss = loss_fn(model._logits(ids), ids)

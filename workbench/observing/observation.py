@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 
 from workbench.data.tokenizer import as_tokenizer, ids_of
 from workbench.errors import BadData, WorkbenchError
-from workbench.observing.interception.function_mode import COMPILED_NOTE, FAST_PATH_NOTE, uncompiled, unwrapped
+from workbench.kernels.switches import outside_inference_mode
+from workbench.observing.interception.function_mode import (
+    COMPILED_NOTE,
+    FAST_PATH_NOTE,
+    PreservedState,
+    guarded,
+    uncompiled,
+    unwrapped,
+)
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
 from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_of_output
@@ -29,7 +38,7 @@ from workbench.observing.recognition.layouts import (
     find_layout,
     refuse_ambiguous_axes,
 )
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
+from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, Part
 from workbench.observing.recognition.trace import AxesTable, BatchAxes, Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
@@ -61,6 +70,12 @@ def observe(
             of blocks, active dropout, outputs without a tensor, with NaN, or changed by the trace. The message names the cause.
         BadData: The example tokens are no token ids, too few, or too few different ones.
     """
+    return guarded(PreservedState(), _observe, module, example_tokens, call, blocks, tokenizer, quiet)
+
+
+def _observe(
+    module: nn.Module, example_tokens: Any, call: Call | None, blocks: str | Sequence[str] | None, tokenizer: Any, quiet: bool,
+) -> Observed:  # fmt: skip
     if not isinstance(module, nn.Module):
         advice = ": it is a graph without the model's modules, so observe the model that was exported"
         exported = type(module).__name__ == "ExportedProgram"
@@ -105,10 +120,10 @@ def observe(
 
 
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
-    """Return the module's output; raises `WorkbenchError` if it needs more than ids, or returns no tensor or NaN."""
+    """Return the module's output; raises `WorkbenchError` if it cannot run on these ids, or returns no tensor or NaN."""
     name = type(module).__name__
     try:
-        with torch.inference_mode(False), torch.no_grad(), uncompiled():
+        with outside_inference_mode(), torch.no_grad(), uncompiled():
             output = run(module, tokens)
     except (TypeError, ValueError) as error:
         if given or (isinstance(error, TypeError) and "argument" not in str(error)):
@@ -116,6 +131,12 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
         both = is_encoder_decoder(module)
         advice = ENCODER_DECODER if both else "pass observe() a call=, as call=lambda m, ids: m(ids, ...)"
         raise WorkbenchError(f"{name} cannot be called with ids alone ({error}): {advice}") from error
+    except IndexError as error:
+        shape, least, largest = tuple(tokens.shape), int(tokens.min()), int(tokens.max())
+        raise BadData(
+            f"{name} cannot run on example tokens {shape} with ids {least} to {largest} ({error}): give ids of its vocabulary, and no "
+            "more positions than it reads"
+        ) from error
     tensors = tensors_of_output(output).values()
     if not tensors:
         raise WorkbenchError(
@@ -137,7 +158,7 @@ def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module
     """
     if not trace.leaves_out:
         return COMPLETE if trace.leaves_out is False else ""
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference_mode(), torch.no_grad():
         own = run(outer)
     applied = Trace(trace.module, trace.tokens, block_lists=APPLIED).run(lambda _: run(trace.module))
 
@@ -209,8 +230,9 @@ def _with_matrices_told_apart(
     A second run adds noise to the output of every matrix.
     """
     structure, paths = recognize(module, None)
-    repeated = any(part.attention.repeats > 1 for layer in structure.layers for part in layer.parts)
-    if not repeated and not has_alike_matrices(module):
+    parts = [part for layer in structure.layers for part in layer.parts]
+    alike = has_alike_matrices(module) or any(map(_share_columns, parts))
+    if not alike and not any(part.attention.repeats > 1 for part in parts):
         return structure, paths
     noisy, noisy_paths = recognize(module, None, noisy=True)
     if [layer.attention.kv_heads for layer in noisy.layers] != [layer.attention.kv_heads for layer in structure.layers]:
@@ -219,7 +241,16 @@ def _with_matrices_told_apart(
         for part, told_apart in zip(layer.parts, other.parts, strict=True):
             part.q, part.k, part.v = told_apart.q, told_apart.k, told_apart.v
             part.latent = told_apart.latent
-    return structure, paths
+    return structure, noisy_paths if alike and len(parts) == len(structure.layers) else paths
+
+
+def _share_columns(part: Part) -> bool:
+    """Return whether two of an attention's projections are some of the same columns of an output."""
+    columns: Counter[Any] = Counter()
+    for place in (place for place in (part.q, part.k, part.v) if place is not None):
+        numbers = range(place.columns.stop)[place.columns] if isinstance(place.columns, slice) else place.columns
+        columns.update((place.module, place.run, place.path, number) for number in numbers)
+    return max(columns.values(), default=0) > 1
 
 
 def _refuse_few_ids(trace: Trace) -> None:
@@ -239,7 +270,7 @@ def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str
     fused = any(isinstance(part, nn.TransformerEncoderLayer) for part in module.modules())
     if "torch._dynamo" not in sys.modules and not fused:
         return ""
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference_mode(), torch.no_grad():
         same = same_tensors(run(module, tokens), plain)
     return "" if same else FAST_PATH_NOTE if fused else COMPILED_NOTE
 
@@ -257,7 +288,7 @@ def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
     device = next((p.device for p in module.parameters() if not p.is_meta), ids.device)
     if ids.shape[0] == ids.shape[1]:  # sequences and positions differ by their numbers
         ids = ids[:-1]
-    with torch.inference_mode(False):
+    with outside_inference_mode():
         return ids.to(device, torch.long).clone()
 
 
@@ -282,7 +313,7 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
         raise WorkbenchError(f"attention in {random.within.name} cannot be read: {random.refusal}")
     if same_tensors(plain, traced):
         return trace
-    with torch.inference_mode(False), torch.no_grad(), uncompiled():
+    with outside_inference_mode(), torch.no_grad(), uncompiled():
         second = run(module, tokens)
     if not same_tensors(plain, second):
         raise WorkbenchError(

@@ -29,7 +29,13 @@ from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
-from workbench.observing.interception.function_mode import Failed, guarded, has_fused_layers
+from workbench.observing.interception.function_mode import (
+    Failed,
+    PreservedState,
+    guarded,
+    has_fused_layers,
+    remove_module_hooks,
+)
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at, ids_among
@@ -154,7 +160,9 @@ class Observed(HookedModel):
             HooksNotCalled: The foreign module is called, or generates, inside the context: no hook fires there.
         """
         with super().hooks(fwd_hooks, bwd_hooks, *args, **kwargs):
-            watch = _PlainCalls(self.foreign, [str(name) for name, _ in (*fwd_hooks, *bwd_hooks)])
+            first = self.structure.layers[0]
+            part = first.inline[0] if first.inline else first.block
+            watch = _PlainCalls(self.foreign, part, [str(name) for name, _ in (*fwd_hooks, *bwd_hooks)])
             try:
                 watch.begin()
                 yield self
@@ -268,12 +276,21 @@ class Observed(HookedModel):
             return output
         except (RuntimeError, IndexError, AssertionError) as error:
             self._refuse_ids(tokens)
-            if self.config.n_ctx < UNLIMITED:
+            if self.config.n_ctx < UNLIMITED or (self.hook_state.enabled and self._reads(tokens)):
                 raise
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
+
+    def _reads(self, tokens: Tensor) -> bool:
+        """Return whether the module runs on these ids without hooks, so that an error is a hook's."""
+        try:
+            with torch.no_grad():
+                self._call(self.foreign, tokens)
+        except Exception:
+            return False
+        return True
 
     def _warn_of_silent_hooks(self, run: HookedRun) -> None:
         """Warn of hook points with hooks that this run did not reach, with their layers."""
@@ -318,8 +335,9 @@ class Observed(HookedModel):
             raise WorkbenchError(f"{read_only[0]} carries no gradient: it is computed beside the module")
         if "hook_embed" not in self.hook_dict:
             raise WorkbenchError("gradients start at the token embedding, which was not found in this module")
+        run, names = super().run_with_grads, [n for n in selected if n not in read_only]
         with self._of_all_positions():
-            return super().run_with_grads(tokens, [n for n in selected if n not in read_only], loss_fn)
+            return guarded(PreservedState(), run, tokens, names, loss_fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own."""
@@ -421,36 +439,38 @@ class Observed(HookedModel):
 
 
 class _PlainCalls:
-    """Warns once of a direct call of a foreign module in this thread."""
+    """Warns once of a direct call of a foreign module, or of its blocks, in this thread."""
 
-    def __init__(self, module: nn.Module, names: list[str]) -> None:
+    def __init__(self, module: nn.Module, part: str, names: list[str]) -> None:
         self.module, self.names, self.thread = module, names, get_ident()
+        self.watched = dict.fromkeys(
+            (module, module.get_submodule(part))
+        )  # `part` runs in calls of the model without its head
 
     def begin(self) -> None:
         """Begin to watch, if there are hooks."""
-        if self.names:
-            self.module.register_forward_pre_hook(self._warn)
+        for module in self.watched if self.names else ():
+            module.register_forward_pre_hook(self._warn)
 
     def end(self) -> None:
         """Stop watching."""
-        hooks = self.module._forward_pre_hooks
-        for key, hook in list(hooks.items()):
-            if getattr(hook, "__self__", None) is self:
-                hooks.pop(key, None)
+        remove_module_hooks(self, self.watched)
 
     def _warn(self, module: nn.Module, args: Any) -> None:
         if not self.names or torch.compiler.is_compiling() or get_ident() != self.thread:
             return
-        if isinstance(module.__dict__.get("forward"), CallsListenedTo):
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint
+        if in_backward or isinstance(self.module.__dict__.get("forward"), CallsListenedTo):
             return
         frame = sys._getframe(1)
         while frame.f_back is not None:
             if frame.f_code in _OWN_CALLS:
                 return
             frame = frame.f_back
-        name, names, self.names = type(module).__name__, self.names, []
+        what = type(self.module).__name__ if module is self.module else f"a part of {type(self.module).__name__}"
+        names, self.names = self.names, []
         warn_caller(
-            f"hooks at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} do not fire: {name} was called itself. Call the observed "
+            f"hooks at {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} do not fire: {what} was called itself. Call the observed "
             "model on whole sequences of ids, or its generate(..., use_cache=False).",
             HooksNotCalled,
         )

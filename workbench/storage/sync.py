@@ -215,9 +215,11 @@ def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dic
     folders = {str(parent) for name in visible for parent in PurePosixPath(name).parents}
     reasons = dict[str, str]()
     for name, mark in visible.items():
-        parts = [len(part.encode("utf-8", "surrogateescape")) for part in (str(mirror.root), *name.split("/"))]
+        parts = [len(part.encode("utf-8", "surrogatepass")) for part in (str(mirror.root), *name.split("/"))]
         if not mark:
             reasons[name] = "it is no regular file"
+        elif name.encode(errors="replace").decode() != name:
+            reasons[name] = "its name is no UTF-8"
         elif "\0" in name or PurePosixPath(name).as_posix() != name:
             reasons[name] = "its name is no path of this disk"
         elif max(parts[1:]) > LONGEST_NAME or sum(parts) + len(parts) > LONGEST_PATH or len(parts) > DEEPEST:

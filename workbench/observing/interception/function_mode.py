@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -223,7 +223,32 @@ def _passed_to_mode(original: Callable[..., Any]) -> Callable[..., Any]:
     return intercepted
 
 
-class Interception:
+class PreservedState:
+    """A scope after which a thread has its earlier function modes, gradient mode and autocast, also after an interrupt.
+
+    An interrupt that arrives in the `__exit__` of `no_grad` or `autocast` would leave their setting.
+    """
+
+    def __init__(self) -> None:
+        self.depth, self.state = torch.overrides._len_torch_function_stack(), _thread_state()
+
+    def begin(self) -> None:
+        """Change nothing."""
+
+    def end(self) -> None:
+        """Restore the state; may be called twice."""
+        while torch.overrides._len_torch_function_stack() > self.depth:
+            torch.overrides._pop_mode()
+        if (state := _thread_state()) != self.state:
+            torch._C._set_grad_enabled(self.state.gradients)
+            for device, enabled in zip(_DEVICES, self.state.autocast, strict=True):
+                torch.set_autocast_enabled(device, enabled)
+            for _ in range(state.nesting - self.state.nesting):
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+class Interception(PreservedState):
     """The interception of calls in one thread: `mode` (None: only run compiled code and fused layers in eager form) and switches.
 
     `names` are functions of the `AttentionInterface` for the mode; without `everywhere` others enter the mode; `fused` switches
@@ -233,8 +258,8 @@ class Interception:
     def __init__(
         self, mode: InterceptionMode | None, names: Sequence[str] = (), *, everywhere: bool = True, fused: bool = True
     ) -> None:
+        super().__init__()
         self.mode, self.everywhere = mode, everywhere
-        self.depth, self.state = torch.overrides._len_torch_function_stack(), _thread_state()
         table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", ())
         self.switches = [_INTERFACE.setdefault(name, _interface_switch(table, name)) for name in names if name in table]
         self.switches += [FAST_PATH] if fused else []
@@ -249,15 +274,7 @@ class Interception:
 
     def end(self) -> None:
         """Undo everything, also after an interrupted `begin` or `end`; may be called twice."""
-        while torch.overrides._len_torch_function_stack() > self.depth:
-            torch.overrides._pop_mode()
-        if (state := _thread_state()) != self.state:  # an interrupt arrived in the `__exit__` of no_grad or autocast
-            torch._C._set_grad_enabled(self.state.gradients)
-            for device, enabled in zip(_DEVICES, self.state.autocast, strict=True):
-                torch.set_autocast_enabled(device, enabled)
-            for _ in range(state.nesting - self.state.nesting):
-                torch.autocast_decrement_nesting()
-            torch.clear_autocast_cache()
+        super().end()
         for switch in self.switches:
             switch.end(self)
 
@@ -311,6 +328,20 @@ def guarded(scope: Scope, call: Callable[..., Any], *args: Any, **kwargs: Any) -
         except BaseException:
             scope.end()
             raise
+
+
+def remove_module_hooks(owner: object, modules: Iterable[nn.Module]) -> None:
+    """Remove forward hooks that are methods of `owner`, also those whose handle an interrupt has lost."""
+    for module in modules:
+        for hooks, options in (
+            (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+            (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+        ):
+            for key, hook in list(hooks.items()):
+                if getattr(getattr(hook, "func", hook), "__self__", None) is owner:
+                    hooks.pop(key, None)
+                    for names in options:
+                        names.pop(key, None)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ all processes make together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,8 +45,9 @@ def offloaded(module: nn.Module, name: str) -> Tensor:
 
 
 def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a sample of every parameter, and the sum of all its bits; of a sharded one, of the local shard."""
-    for name, parameter in sorted(module.named_parameters()):
+    """Yield a sample of every parameter and buffer of real numbers, and the sum of all its bits; of a sharded one, of the local shard."""
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+    for name, parameter in sorted((*module.named_parameters(), *buffers), key=operator.itemgetter(0)):
         owner, _, last = name.rpartition(".")
         local: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
         flat = (local.to_local() if is_sharded(local) else local).reshape(-1)

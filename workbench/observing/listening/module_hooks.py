@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.call_sites import caller_frame
-from workbench.observing.interception.function_mode import Interception, InterceptionMode, attention_functions, guarded
+from workbench.observing.interception.function_mode import (
+    Interception,
+    InterceptionMode,
+    attention_functions,
+    guarded,
+    remove_module_hooks,
+)
 from workbench.observing.interception.positions import Axes
 from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention import AttentionRun
@@ -72,16 +78,7 @@ class HookedRun(AttentionRun):
 
     def end(self) -> None:
         """Remove all hooks and the mode, also after an interrupted `begin` or `end`; may be called twice."""
-        for module in self.hooked_modules:
-            for hooks, options in (
-                (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
-                (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
-            ):
-                for key, hook in list(hooks.items()):
-                    if getattr(getattr(hook, "func", hook), "__self__", None) is self:
-                        hooks.pop(key, None)
-                        for names in options:
-                            names.pop(key, None)
+        remove_module_hooks(self, self.hooked_modules)
         self.interception.end()
 
     def _call(self, hook: Callable[..., Any], *args: Any) -> Any:

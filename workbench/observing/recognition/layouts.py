@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.function_mode import uncompiled
+from workbench.kernels.switches import outside_inference_mode
+from workbench.observing.interception.function_mode import Interception, guarded, remove_module_hooks
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import visible_keys
 from workbench.observing.interception.positions import UNKNOWN_ORDER, Axes, BatchAxis, Layout, Positions
@@ -209,23 +210,36 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     return Layout((front, queries - length - front))
 
 
+class _FirstInput(Interception):
+    """The first input [row, column, width] of some submodules in a run that has vectors at all positions."""
+
+    def __init__(self, parts: Sequence[nn.Module], at: Positions) -> None:
+        super().__init__(None)
+        self.parts, self.at, self.inputs = parts, at, list[Tensor]()
+
+    def begin(self) -> None:
+        """Register the hooks, and run compiled code and fused layers in eager form."""
+        super().begin()
+        for part in self.parts:
+            part.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        remove_module_hooks(self, self.parts)
+        super().end()
+
+    def _note(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.inputs:
+            for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
+                fits = [axes for axes in self.at.fitting(x.shape) if axes.is_inside or self.at.layout.packed]
+                self.inputs.extend(self.at.lined(x, axes).detach().clone() for axes in fits[:1])
+
+
 def _first_input(
     module: nn.Module, names: Sequence[str], call: Callable[[Tensor], Any], ids: Tensor, at: Positions
 ) -> Tensor | None:
     """Return the first input [row, column, width] of these submodules that has vectors at all positions."""
-    inputs: list[Tensor] = []
-
-    def note(part: nn.Module, args: Any, kwargs: Any) -> None:
-        if not inputs:
-            for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
-                fits = [axes for axes in at.fitting(x.shape) if axes.is_inside or at.layout.packed]
-                inputs.extend(at.lined(x, axes).detach().clone() for axes in fits[:1])
-
-    handles = [module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in names]
-    try:
-        with torch.inference_mode(False), torch.no_grad(), uncompiled():
-            call(ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return inputs[0] if inputs else None
+    first = _FirstInput([module.get_submodule(name) for name in names], at)
+    with outside_inference_mode(), torch.no_grad():
+        guarded(first, call, ids)
+    return first.inputs[0] if first.inputs else None

@@ -5,7 +5,6 @@ All tensors are stored at the same few positions, so that later comparisons are 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import Counter
@@ -17,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
+from workbench.kernels.switches import outside_inference_mode
 from workbench.observing.interception.call_sites import Frames, running_frames
-from workbench.observing.interception.function_mode import attention_functions, intercepting
+from workbench.observing.interception.function_mode import (
+    Interception,
+    InterceptionMode,
+    attention_functions,
+    guarded,
+    remove_module_hooks,
+)
 from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible_keys
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
@@ -113,15 +119,7 @@ class Trace:
 
     def run(self, call: Callable[[Tensor], Any]) -> Any:
         """Return the module's output in the traced run."""
-        functions = attention_functions(self.module)
-        with torch.inference_mode(False), torch.no_grad(), contextlib.ExitStack() as hooks:
-            for name, module in self.module.named_modules():
-                if not hasattr(module, "fwd_hooks"):  # a hook on a hook point may change what its model does
-                    before = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                    hooks.callback(before.remove)
-                    hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
-            with intercepting(self, functions):
-                output = call(self.tokens)
+        output = guarded(_TracedRun(self), self._call, call)
         for path, tensor in tensors_of_output(output).items():
             if (axes := self._axes_of((_OUTPUT, 0, _OUTPUT, path), tensor)) is not None:
                 self.output_axes[path] = axes
@@ -130,6 +128,10 @@ class Trace:
         self._versions.clear()
         self._copies.clear()
         return output
+
+    def _call(self, call: Callable[[Tensor], Any]) -> Any:
+        with outside_inference_mode(), torch.no_grad():
+            return call(self.tokens)
 
     def looked_up(self, lookup: Lookup) -> Any:
         """Record a lookup of vectors by token id in a parameter."""
@@ -435,6 +437,27 @@ class Trace:
 
     def _pick(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)[self.rows].clone()
+
+
+class _TracedRun(Interception):
+    """The hooks and the function mode of a traced run."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(InterceptionMode(trace), attention_functions(trace.module))
+        self.trace = trace
+
+    def begin(self) -> None:
+        """Register hooks on all submodules and begin the interception."""
+        for name, module in self.trace.module.named_modules():
+            if not hasattr(module, "fwd_hooks"):  # a hook on a hook point may change what its model does
+                module.register_forward_pre_hook(partial(self.trace._enter, name), with_kwargs=True)
+                module.register_forward_hook(self.trace._leave, with_kwargs=True)
+        super().begin()
+
+    def end(self) -> None:
+        """Remove all hooks and end the interception."""
+        remove_module_hooks(self.trace, self.trace.module.modules())
+        super().end()
 
 
 def _extra_columns(scores: Tensor) -> str:

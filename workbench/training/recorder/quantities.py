@@ -191,6 +191,8 @@ def noted_row(step: int, metric: str, value: Any, axes: Mapping[str, Any]) -> di
         )
         if entry is not None and (not of_kind or isinstance(entry, bool) or (kind is int and abs(entry) >= 2**63)):
             raise WorkbenchError(f"{name}={entry!r} is a {type(entry).__name__}: give {_KINDS[kind]}")
+        if isinstance(entry, str) and entry.encode(errors="replace").decode() != entry:
+            raise WorkbenchError(f"{name}={entry!r} holds half a character, which no file can hold: leave it out")
     if step is None or step < 0 or not metric:
         raise WorkbenchError(f"step={step!r}, metric={metric!r}: give a step of at least 0 and a name")
     return row | {"value": float(one_number(value))}
