@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 FOLDER = Path(__file__).parents[1] / "analyses" / "notebooks"
 SVG = "image/svg+xml"
+WIDTH = 860  # pixels of a figure, which a page of nbconvert does not cut
 
 
 def executed(notebook: dict[str, Any], draw: bool) -> list[list[dict[str, Any]]]:
@@ -61,7 +63,10 @@ def _drawn(figure: Any) -> str:
     from workbench.views.writing import picture
 
     with tempfile.TemporaryDirectory() as folder:
-        return picture(figure, Path(folder) / "figure.svg").read_text(encoding="utf-8")
+        text = picture(figure, Path(folder) / "figure.svg").read_text(encoding="utf-8")
+    size = re.search(r' width="(\d+)" height="(\d+)"', text)
+    assert size, "the size of the drawing"
+    return text.replace(size[0], f' width="{WIDTH}" height="{int(size[2]) * WIDTH // int(size[1])}"', 1)
 
 
 def keep(path: Path) -> None:

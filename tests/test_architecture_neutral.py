@@ -107,6 +107,6 @@ def test_a_shuffled_first_layer_refuses_what_has_no_other_sequence(tiny):
         with pytest.raises(BadData, match=r"first_layer_shuffled .* batch of 2 or more"):
             mode(ids[:1])
     with pytest.raises(WorkbenchError, match="first_layer_shuffled has no key-value cache"):
-        model.generate(ids, 3)
-    grown = model.generate(ids, 2, temperature=0, use_cache=False)
+        model.generate(ids, 3, use_cache=True)
+    grown = model.generate(ids, 2, temperature=0)
     assert torch.equal(grown[:, 5], model(ids)[:, -1].argmax(-1))

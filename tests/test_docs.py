@@ -44,6 +44,21 @@ def test_the_readmes_picture_shows_the_shipped_runs():
     np.testing.assert_allclose(np.concatenate(kept), np.concatenate(numbers), rtol=1e-4, err_msg="run `make docs`")
 
 
+def test_the_description_on_an_index_has_no_relative_link():
+    """It is the README without links and figure, or with absolute ones once the repository has an address."""
+    before, _, _ = (ROOT / "setup.py").read_text(encoding="utf-8").partition("\nsetup(")
+    names = {"__file__": str(ROOT / "setup.py")}
+    exec(before, names)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = r"\]\((?!https:)"
+    assert len(re.findall(relative, readme)) > 20
+    for urls in ({}, {"Repository": "https://example.org/it/"}):
+        assert not re.findall(relative, names["described"](readme, urls))
+    assert "tutorial (`docs/tutorial.md`)" in names["described"](readme, {})
+    assert "](https://example.org/it/blob/main/docs/tutorial.md)" in names["described"](readme, urls)
+    assert "](https://example.org/it/raw/main/docs/pictures/resting.svg)" in names["described"](readme, urls)
+
+
 def test_constraints_record_no_addresses_and_one_torch():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert "torch==2.13.0" in lines

@@ -25,7 +25,7 @@ from transformers.utils import logging
 import workbench
 from workbench.checkpoints.identify import CONFIG, series
 from workbench.checkpoints.saving import export, save
-from workbench.errors import BadCheckpoint, BadData, NotCovered, ObservedInstead, WorkbenchError
+from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
 
 
 @pytest.mark.parametrize(("tied", "shard"), [(False, "20KB"), (True, "1GB")])
@@ -313,10 +313,3 @@ def test_a_scripts_own_rotary_settings_are_not_passed_over(tmp_path, extra):
     torch.save({"model": llama.state_dict(), "config": config | extra}, tmp_path / "ckpt.pt")
     with pytest.raises(NotCovered, match=next(iter(extra)) + "|rotary"):
         quietly(tmp_path / "ckpt.pt")
-
-
-def test_habits_of_transformers_work_or_say_what_does():
-    model = workbench.load("models-transformer-s0")
-    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
-    with pytest.raises(BadData, match=r'encoding\["input_ids"\]'):
-        model({"input_ids": torch.zeros(1, 8, dtype=torch.long)})

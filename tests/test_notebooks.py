@@ -13,7 +13,7 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "analyses" / "notebooks").glob("*.ipynb"))
 EXECUTOR = Path(__file__).parents[1] / "docs" / "notebooks.py"
-NAMED = {"first_look", "following_one_value", "intervening", "your_own_model_and_metric"}
+NAMED = {"first_look", "following_one_value", "intervening", "paper_figure", "your_own_model_and_metric"}
 
 
 def test_every_notebook_is_there():

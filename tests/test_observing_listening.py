@@ -435,5 +435,5 @@ def test_a_call_of_the_module_itself_while_hooks_are_open_is_warned_of(ids):
         observed(ids)  # a hook's own calls are its own matter
     module(ids)
     with pytest.raises(WorkbenchError, match="use_cache=False"):
-        observed.generate(ids, 2)
+        observed.generate(ids, 2, use_cache=True)
     assert not leftovers(observed)

@@ -335,5 +335,5 @@ def test_a_lightning_loop_is_recorded_before_it_clips(gpt, tmp_path, lightning_c
 def test_without_lightning_its_callback_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
-    with pytest.raises(WorkbenchError, match="needs Lightning: pip install lightning"):
+    with pytest.raises(ImportError, match="needs Lightning: pip install lightning"):
         importlib.import_module("workbench.training.recorder.lightning_callback")

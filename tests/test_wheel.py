@@ -33,6 +33,7 @@ INSIDE = {
     "data": "workbench/shipped",
 }
 """Folders here, and where they go."""
+LARGE = {"losses", "sinks_remedies", "sinks_settings"}
 FOREIGN = '[server]\nallowedHosts = ["*"]\n[browser]\ngatherUsageStats = true\n[client]\nshowErrorDetails = "full"\n'
 """Settings that somebody may have for dashboards of their own."""
 
@@ -105,13 +106,18 @@ def test_it_holds_the_code_and_what_the_code_reads_under_one_name(wheel, install
         "workbench",
         f"{wheel.stem[:30]}.dist-info",
     }
+    last = {max(run.glob("step_*")) for run in (ROOT / "data" / "models").glob("*/")}
+    left_out = {ROOT / "data" / "evidence" / study for study in LARGE}
+    left_out |= set((ROOT / "data" / "models").glob("*/step_*")) - last
     theirs = {
         f"{INSIDE[folder]}/{path.relative_to(ROOT / folder).as_posix()}": path.suffix
         for folder in INSIDE
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in path.parts[len(ROOT.parts) :])
-    }
+        if path.is_file() and left_out.isdisjoint(path.parents)
+        and not any(part.startswith((".", "__pycache__")) for part in path.parts[len(ROOT.parts) :])
+    }  # fmt: skip
     assert names == set(theirs)
+    assert wheel.stat().st_size < 12_000_000
     assert {theirs[name] for name in names if "shipped" not in name} == {
         ".py", ".css", ".js", ".toml", ".ipynb", ".parquet", ".typed"
     }  # fmt: skip
@@ -142,7 +148,7 @@ def test_its_command_tells_its_version_helps_completes_and_lists_what_ships(inst
     code = f"import os, sys; os.environ |= {asked}; sys.argv = ['workbench']; from workbench.cli import main; main()"
     assert {"sinks_held", "sinks_length"} <= set(said(installed, "-c", code).split())
     shipped = {path.name for path in (ROOT / "data" / "evidence").glob("[!.]*/")}
-    assert {row["study"] for row in listed if row["shipped"]} == shipped | {"models"}
+    assert {row["study"] for row in listed if row["shipped"]} == shipped - LARGE | {"models"}
 
 
 def test_it_refuses_to_share_its_folder_with_the_other_project_of_its_name(installed):
@@ -266,3 +272,19 @@ def free(port):
     except OSError:
         return True
     return False
+
+
+def test_the_complete_data_come_from_a_clone_and_nothing_is_written_into_the_installation(installed):
+    """Last: this environment finds the complete data from here on."""
+
+    def files():
+        return {path for path in installed.site.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+    before, told = files(), json.loads(said(installed, "data", "--json", program="workbench"))
+    assert (told["data"], set(told["absent"])) == (str(installed.site / "workbench" / "shipped"), LARGE)
+    refused = installed("analyze", "losses", program="workbench", capture_output=True).stderr
+    assert "losses: not in this installation; `workbench data` adds it" in refused
+    assert json.loads(said(installed, "data", ROOT, "--json", program="workbench"))["absent"] == []
+    code = "import workbench; print(workbench.Run.open('models-resformer-s0').steps)"
+    assert said(installed, "-c", code) == "[0, 512, 2048, 5000]\n"
+    assert files() == before

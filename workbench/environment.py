@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 RUNS = "WORKBENCH_RUNS"  # folder of runs, or its URL; ./runs unless set
 CACHE = "WORKBENCH_CACHE"  # folder of the cache; `workbench` in `$XDG_CACHE_HOME` or `~/.cache` unless set
@@ -19,3 +20,8 @@ WORLD_SIZE, RANK = "WORLD_SIZE", "RANK"  # set by `accelerate launch` and `torch
 def variable(name: str, default: str = "") -> str:
     """Return the value of an environment variable, or `default` if it is unset or empty."""
     return os.environ.get(name) or default
+
+
+def cache_folder(cache: str | None = None, user_cache: str | None = None) -> Path:
+    """Return the folder of the cache: `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    return Path(cache or Path(user_cache or Path.home() / ".cache") / "workbench").resolve()

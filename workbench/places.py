@@ -8,15 +8,37 @@ A wheel installs one package (`setup.py`). Imports inside `app/` and `analyses/`
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
 
+from workbench.environment import CACHE, XDG_CACHE, cache_folder, variable
+
 HERE = Path(__file__).parent
 INSTALLED = (HERE / "app").is_dir()
 ANALYSES = (HERE if INSTALLED else HERE.parent) / "analyses"
-SHIPPED = HERE / "shipped" if INSTALLED else HERE.parent / "data"
+README = "README.md"
+
+
+def complete_data() -> Path:
+    """Return the folder in the cache for the complete shipped data, of which a wheel holds a part; `workbench data` fills it."""
+    return cache_folder(variable(CACHE), variable(XDG_CACHE)) / "data"
+
+
+def _shipped() -> Path:
+    if not INSTALLED:
+        return HERE.parent / "data"
+    part = HERE / "shipped"
+    with contextlib.suppress(OSError, RuntimeError):  # no complete data, or no home
+        if (complete_data() / README).read_bytes() == (part / README).read_bytes():
+            return complete_data()
+    return part
+
+
+SHIPPED = _shipped()
 """Text, evidence, trained models and prompts; see its `README.md`."""
 DISTRIBUTION = "value-residual-workbench"
 
@@ -29,6 +51,12 @@ def module(name: str) -> str:
 def studies() -> dict[str, Path]:
     """Return the files of the shipped studies, by name."""
     return {path.stem: path for path in sorted((ANALYSES / "studies").glob("*.toml"))}
+
+
+def absent_studies() -> list[str]:
+    """Return the shipped studies that this installation lacks: `workbench data` adds them."""
+    listed = re.findall(r"`evidence/(\w+)/`", (SHIPPED / README).read_text(encoding="utf-8"))
+    return [name for name in listed if not (SHIPPED / "evidence" / name).is_dir()]
 
 
 def plugins(kind: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import streamlit as st
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
-from workbench.places import module
+from workbench.places import absent_studies, module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
 from workbench.views import Link, RunAtStep, Source, finding, start
@@ -182,7 +182,9 @@ def _runs(link: Link) -> None:
     source = cached_source()
     catalogue, table = source.catalogue(), start.runs_table(source)
     writing = int((table["state"] == "being written now").sum())
-    where = f"in `{root()}`" if source.own() else f"shipped with the project (`{root()}` has none)"
+    absent = ", ".join(absent_studies())
+    lacking = f"; {absent} are not installed, `workbench data` adds them" if absent else ""
+    where = f"in `{root()}`" if source.own() else f"shipped with the project (`{root()}` has none{lacking})"
     st.markdown(
         f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. "
         "Select a row for its pages, two rows to compare them."

@@ -13,3 +13,6 @@ observed = workbench.observe(torch.nn.Linear(2, 2), torch.zeros(1, 8, dtype=torc
 same: workbench.Run = workbench.Run.open("runs/mine")
 lens = workbench.prompts.logit_lens(model, "def main():", top=5)
 built = workbench.build("resformer", "tiny", seed=1, lambda_v1=0.5)
+output = model(input_ids=torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long))
+text = model.generate("def main():", 5, do_sample=True, temperature=0.8, top_k=50, top_p=0.9)
+folder = model.save_pretrained("copy")

@@ -26,6 +26,7 @@ from workbench.models import ARCHITECTURES, architecture
 
 Shapes = Mapping[str, list[int]]
 COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
+LLAMAS = (["LlamaForCausalLM"], ["MistralForCausalLM"])
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ class Design:
 def infer(state: State, given: Given) -> Design:
     """Return the design of a state.
 
-    If nothing names the architecture, the first one that fits the tensors is assumed, with an `ArchitectureAssumed` warning. Raises
-    `BadCheckpoint` for contradictory files and `NotCovered` for models that our decoder does not compute.
+    A config that transformers wrote for its Llama or Mistral names the Transformer; published code of value residuals writes the same
+    `architectures`, but no `transformers_version`. If nothing names the architecture, the first one that fits the tensors is assumed,
+    with an `ArchitectureAssumed` warning. Raises `BadCheckpoint` for contradictory files and `NotCovered` for models that our decoder
+    does not compute.
     """
     state = _named_as_llama(state)
     info, values = state.info, state.info.config or {}
@@ -70,7 +73,11 @@ def infer(state: State, given: Given) -> Design:
     name, options = given.architecture, given.options
     if own and name in (None, own["architecture"]):
         name, options = own["architecture"], {**own.get("options", {}), **options}
-    shapes, assumed = state.shapes, name is None
+    shapes = state.shapes
+    plain = values.get("architectures") in LLAMAS and "transformers_version" in values and not options
+    if name is None and plain and shapes == shapes_of(build_on_meta("transformer", config, {})):
+        name = "transformer"
+    assumed = name is None
     if name is None:
         name, options = _assume(info.path, config, shapes, options)
     else:

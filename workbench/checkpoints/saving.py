@@ -6,6 +6,7 @@ A step is `config.json` (the Llama config plus the key `workbench`) and `model.s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ def export(model: HookedModel, folder: str | Path) -> Path:
 
     transformers then computes the same logits. Raises `WorkbenchError` for other architectures, and for a folder that is not empty.
     """
-    folder = Path(folder)
     if not isinstance(model, Transformer):
         raise WorkbenchError(
             f"{model.source['path']} is observed, not one of our models: its checkpoint is that of its own code already"
@@ -72,14 +72,33 @@ def export(model: HookedModel, folder: str | Path) -> Path:
             f"{model.architecture} is no Llama, and transformers has nothing that computes it: only a transformer is exported. "
             "Its own directory opens with workbench.load; workbench.models.lm_eval.for_lm_eval(model) evaluates it as it is"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WorkbenchError(f"{folder} is not empty; name a new folder")
-    save(model, folder)
+    folder = save(model, _new_folder(folder))
     config = {key: value for key, value in llama_config(model).items() if key != "workbench"}
-    config |= {"bos_token_id": None, "eos_token_id": None}
+    config |= {"bos_token_id": None, "eos_token_id": None, "transformers_version": version("transformers")}
     if model.tokenizer is not None:
         config |= export_tokenizer(model.tokenizer, folder, model.config.n_ctx)
     write_json(folder / CONFIG, config)
+    return folder
+
+
+def save_pretrained(model: Transformer, folder: str | Path) -> Path:
+    """Write a folder that `load` opens again, with the tokenizer: a vanilla model as `export`, others with their architecture.
+
+    Raises `WorkbenchError` for a folder that is not empty.
+    """
+    if not model.shortcuts:
+        return export(model, folder)
+    folder = save(model, _new_folder(folder))
+    if model.tokenizer is not None:
+        export_tokenizer(model.tokenizer, folder, model.config.n_ctx)
+    return folder
+
+
+def _new_folder(folder: str | Path) -> Path:
+    """Return a folder that is empty or absent; raise `WorkbenchError` for another."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WorkbenchError(f"{folder} is not empty; name a new folder")
     return folder
 
 

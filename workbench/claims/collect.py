@@ -27,6 +27,7 @@ from workbench.jobs.running import Job, Workers, run_jobs
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
+from workbench.places import absent_studies
 from workbench.runs.catalogue import DAMAGE
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, records
 from workbench.runs.records import facts as origin
@@ -55,7 +56,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
             more, bad = list_runs(path)
             runs, problems = runs + more, problems | bad
         else:
-            problems[str(path)] = "no such run or folder"
+            known = str(path) in absent_studies()
+            problems[str(path)] = (
+                "not in this installation; `workbench data` adds it" if known else "no such run or folder"
+            )
     finished, unusable = usable(dict.fromkeys(runs))
     problems |= unusable
     if not finished:

@@ -151,9 +151,7 @@ def generate_command(
     if not model.tokenizer and not (words and all(word.isdigit() for word in words)):
         raise BadData(f"--prompt {prompt!r}: this model has no tokenizer; write token ids as '3 14 15'")
     start = prompt if model.tokenizer else [int(word) for word in words]
-    pieces = model.stream(
-        start, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop, use_cache=model.caches
-    )
+    pieces = model.stream(start, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop)
     texts = (str(piece) if model.tokenizer else f" {piece}" for piece in pieces)
     if as_json:
         print_result(True, "", prompt=prompt, text="".join(texts))

@@ -25,6 +25,7 @@ from workbench.cli.arguments import (
     print_result,
     steps_of,
 )
+from workbench.places import absent_studies
 
 
 @app.command(name="measure")
@@ -117,6 +118,8 @@ def analyze(
         say(f"{j.claim.name}: {j.verdict.words}. {j.verdict.sentence}")
     for name, reason in analysis.problems.items():
         note(f"left out: {name}: {reason}")
+    if "evidence" in map(str, places) and (absent := absent_studies()):
+        note(f"left out: {', '.join(absent)}: not in this installation; `workbench data` adds them")
     say(f"page: {page}")
 
 

@@ -1,4 +1,4 @@
-"""Commands that show results: list, plot, view, app."""
+"""Commands that show results: list, data, plot, view, app."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def list_names(
     print_table(rows)
     for line in notes:
         note(line)
+
+
+@app.command(name="data")
+def data_command(
+    source: Annotated[
+        Path | None, typer.Argument(help="A clone, or the source distribution (.tar.gz) of this version.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where the shipped studies and models are, or copy the complete ones, which a wheel lacks, into the cache."""
+    from workbench import places
+
+    folder, absent = places.SHIPPED, places.absent_studies()
+    if source is not None:
+        from workbench.storage.complete import add_data
+
+        folder, absent = add_data(source), []
+    lacking = f"; not installed: {', '.join(absent)} and early steps of the models" if absent else ""
+    print_result(as_json, f"data: {folder}{lacking}", data=folder, absent=absent)
 
 
 @app.command(name="plot")

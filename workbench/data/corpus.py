@@ -239,7 +239,7 @@ def save_corpus(corpus: Corpus, folder: Path) -> None:
 
     table = pa.Table.from_pylist([asdict(document) for document in corpus.documents])
     with replacing(folder / "documents.parquet") as part:
-        pq.write_table(table, part)
+        pq.write_table(table, part, compression="zstd", compression_level=19)
     write_json(folder / "manifest.json", {"hash": corpus.hash} | corpus.manifest)
 
 

@@ -39,7 +39,7 @@ from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_u
 from workbench.metrics import METRICS, Metric
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS
-from workbench.runs.records import SAMPLE_COLUMNS, left_out, provenance, records, typed
+from workbench.runs.records import SAMPLE_COLUMNS, Records, left_out, provenance, records, typed
 
 Measure = Metric | Intervention
 CACHED = 16  # tokens of a measured key-value cache, whose bytes are proportional to tokens
@@ -111,7 +111,7 @@ def measure(
         absent += [_why_absent(subject, item) for item in wanted if item.name not in names]
         subject.forget()
         subject.send()
-    frame = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
+    frame = Records(pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0])
     if frame.empty:
         raise WorkbenchError(absent[0])
     for words in dict.fromkeys(absent):

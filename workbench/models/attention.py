@@ -15,7 +15,7 @@ sink logits one with an additional column. A `Recipe` rebuilds its scores and pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from workbench.models.layers import Linear, Rotation, rotate
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, mix
 from workbench.models.wiring import ATTENDED, LayerWiring
 from workbench.names import NULL, QUADRATIC, STATISTICS, path_name
+
+if TYPE_CHECKING:
+    from transformer_lens import FactoredMatrix
 
 _PROJECTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 POINTS = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", *STATISTICS)
@@ -260,6 +263,29 @@ class Attention(HookedModule):
     def W_O(self) -> Tensor:  # noqa: N802
         """[head, d_head, d_model]."""
         return self.o_proj.weight.T.unflatten(0, (self.config.n_heads, -1))
+
+    def _circuit(self, left: Tensor, right: Tensor) -> FactoredMatrix:
+        """Return a product of two weights per query head; raise `WorkbenchError` if a projection covers some heads only."""
+        from transformer_lens import FactoredMatrix
+
+        heads, groups = self.config.n_heads, self.config.n_key_value_heads
+        short = next((w for w in (left, right) if len(w) not in (heads, groups)), None)
+        if short is not None:
+            raise WorkbenchError(
+                f"layer {self.layer} projects {len(short)} of {groups} key-value heads; the others are shared"
+            )
+        left, right = (w.repeat_interleave(heads // len(w), 0) for w in (left, right))
+        return FactoredMatrix(left, right)
+
+    @property
+    def OV(self) -> FactoredMatrix:  # noqa: N802
+        """TransformerLens' circuit W_V W_O [head, d_model, d_model] of this layer's own values; coefficients of mixing are not included."""
+        return self._circuit(self.W_V, self.W_O)
+
+    @property
+    def QK(self) -> FactoredMatrix:  # noqa: N802
+        """TransformerLens' circuit W_Q W_K^T [head, d_model, d_model], without the rotation and norms of queries and keys."""
+        return self._circuit(self.W_Q, self.W_K.mT)
 
 
 class JointAttention(Attention):

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workbench.console import ROWS, notebook_html
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.attention import Attention, JointAttention
@@ -269,6 +270,21 @@ class Decomposition:
         if label not in self.labels:
             raise UnknownName("component", label, self.labels)
         return self.parts[self.labels.index(label)]
+
+    def _repr_html_(self) -> str:
+        table = [("sum", self.whole), *zip(self.labels, self.parts, strict=True)]
+        numbers = {label: (x.mean(), x.abs().mean(), x.abs().max()) for label, x in table[:ROWS]}
+        rows = "".join(
+            f"<tr><th>{label}</th><td>{a:+.3g}</td><td>{b:.3g}</td><td>{c:.3g}</td></tr>"
+            for label, (a, b, c) in numbers.items()
+        )
+        facts = {
+            "shape": tuple(self.parts.shape[1:]),
+            "largest error of the sum": f"{self.error:.2g}",
+            "not shown": max(0, len(table) - ROWS) or None,
+        }
+        head = "<tr><th>part</th><th>mean</th><th>mean size</th><th>largest size</th></tr>"
+        return notebook_html(f"{len(self.parts)} parts and their sum", facts, f"<table>{head}{rows}</table>")
 
     @property
     def error(self) -> float:

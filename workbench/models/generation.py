@@ -271,12 +271,13 @@ def steps(
     prompt: Any,
     max_new_tokens: int = 64,
     *,
+    do_sample: bool | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
     stop: Any = None,
-    use_cache: bool = True,
+    use_cache: bool | None = None,
 ) -> Iterator[Step]:
     """Yield the new tokens of all rows; every option is checked before the model runs."""
     ids = model.to_tokens(prompt)
@@ -294,6 +295,10 @@ def steps(
     end, ends, strings = _stops(model, stop)
     writing = bool(strings) or is_text(prompt)  # then ids that the tokenizer cannot decode are not drawn
     vocabulary = min(model.config.d_vocab, model.tokenizer.vocab_size) if writing else model.config.d_vocab
+    if do_sample and temperature == 0:
+        raise WorkbenchError("do_sample=True needs a temperature above 0; temperature=0 takes the likeliest token")
+    temperature = 0 if do_sample is False else temperature
+    use_cache = model.decodes_with_cache if use_cache is None else use_cache
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     sampling.check(vocabulary)
     if seed is None and temperature:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from workbench.models.activation_cache import Cache
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
+RETURN_TYPES = ("auto", "logits", "loss", "both", "output", None)
+IGNORED = -100
+"""The label of a token without a loss, as in PyTorch and transformers."""
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
@@ -60,6 +65,12 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     return losses if per_token else losses.mean()
 
 
+def labelled_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean next-token cross-entropy in nats over the labels [batch, pos] that are not -100."""
+    losses = next_token_loss(logits, labels, per_token=True)
+    return losses.sum() / (labels[:, 1:] != IGNORED).sum()
+
+
 def slice_positions(tensor: Tensor, positions: Any, axis: int) -> Tensor:
     """Return the positions of a tensor that one of TransformerLens' slices selects."""
     from transformer_lens.utilities import Slice
@@ -78,6 +89,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     ln_final: Any
     blocks: Any
     caches = False  # whether `logits` takes a key-value cache
+    reads_masks = False  # whether `logits` takes a mask of the tokens [batch, pos] as its third argument
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -149,32 +161,59 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
 
     def forward(
         self,
-        tokens: Tensor | str | Sequence[str],
-        return_type: str | None = "logits",
+        tokens: Any = None,
+        return_type: str | None = "auto",
         *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        stop_at_layer: int | None = None,
         loss_per_token: bool = False,
-        past_kv_cache: KeyValueCache | None = None,
+        past_kv_cache: Any = None,
     ) -> Any:
         """Run the model.
 
         Args:
             tokens: Ids [batch, pos] or [pos], or text.
-            return_type: `logits`, `loss` (the mean, in nats), `both`, or None.
+            return_type: `logits`, `loss` (the mean, in nats), `both`, `output` (transformers' `CausalLMOutput` with `.logits` and
+                `.loss`), or None. By default `output` after `input_ids` or `labels`, else `logits`.
+            input_ids: The tokens under transformers' name, as in `model(**tokenizer(text, return_tensors="pt"))`.
+            attention_mask: 0 at padding [batch, pos]. Padding after the tokens changes nothing before it, so that it is only left out of
+                the loss. An observed module reads the mask if it takes one.
+            labels: Ids [batch, pos] for the loss, -100 where none counts, as in transformers. By default the tokens.
+            stop_at_layer: Return the residual stream [batch, pos, d_model] that this block reads, as in TransformerLens, without running
+                it; negative layers count from the end.
             loss_per_token: Whether to return one loss per token.
             past_kv_cache: A cache of `new_cache`. The tokens continue those in the cache and are added to it, without gradients.
 
         Raises:
-            BadData: The input is empty or too long, or an id is outside the vocabulary.
+            BadData: The input is empty or too long, an id is outside the vocabulary, padding comes first, or labels do not fit.
             UnknownName: Another `return_type`.
         """
-        if return_type not in ("logits", "loss", "both", None):
-            raise UnknownName("return_type", return_type, ["logits", "loss", "both"])
-        ids = self.to_tokens(tokens)
+        if return_type not in RETURN_TYPES:
+            raise UnknownName("return_type", return_type, [name for name in RETURN_TYPES if name])
+        if (tokens is None) == (input_ids is None):
+            raise BadData("give tokens or input_ids=, one of them")
+        if return_type == "auto":
+            return_type = "logits" if input_ids is None and labels is None else "output"
+        ids = self.to_tokens(input_ids if tokens is None else tokens)
+        mask = self._padding(ids, attention_mask)
+        if labels is not None or mask is not None:
+            if loss_per_token or past_kv_cache is not None:
+                raise WorkbenchError("loss_per_token and past_kv_cache take neither labels nor padding")
+            labels = self._labels(ids, labels, mask)
+        if stop_at_layer is not None:
+            layers = self.config.n_layers
+            if past_kv_cache is not None or not -layers <= stop_at_layer <= layers:
+                raise BadData(f"stop_at_layer={stop_at_layer}: a layer -{layers}..{layers}, without a past_kv_cache")
+            with self.lock:
+                return self._run(self.stream_at, ids, stop_at_layer % layers if stop_at_layer < 0 else stop_at_layer)
+        more = () if mask is None or not self.reads_masks else (None, mask)
         if torch.compiler.is_compiling():
             if self.hook_state.enabled:
                 raise WorkbenchError(IN_A_GRAPH)  # without fullgraph PyTorch then runs it outside the graph
             if past_kv_cache is None:
-                logits = self.logits(ids)
+                logits = self.logits(ids, *more)
             else:
                 with torch.no_grad():
                     past_kv_cache.check(self, ids)
@@ -182,17 +221,67 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         elif past_kv_cache is not None:
             with self.lock, torch.no_grad():
                 past_kv_cache.check(self, ids)
-                logits = self._logits(ids, past_kv_cache)
+                logits = self._run(self.logits, ids, past_kv_cache)
         else:
             with self.lock:
-                losses = self._run(self.losses, ids) if return_type == "loss" else None
+                losses = self._run(self.losses, ids) if return_type == "loss" and labels is None else None
                 if losses is not None:
                     return losses if loss_per_token else losses.mean()
-                logits = self._logits(ids)
+                logits = self._run(self.logits, ids, *more)
         if return_type in ("logits", None):
             return logits if return_type else None
-        loss = next_token_loss(logits, ids, per_token=loss_per_token)
+        if return_type == "output":
+            from transformers.modeling_outputs import CausalLMOutput
+
+            return CausalLMOutput(loss=None if labels is None else labelled_loss(logits, labels), logits=logits)
+        loss = (
+            next_token_loss(logits, ids, per_token=loss_per_token) if labels is None else labelled_loss(logits, labels)
+        )
         return loss if return_type == "loss" else (logits, loss)
+
+    def _padding(self, ids: Tensor, attention_mask: Any) -> Tensor | None:
+        """Return which ids are tokens [batch, pos], None if all are; raise `BadData` for padding that would change the logits."""
+        if attention_mask is None:
+            return None
+        mask = torch.as_tensor(attention_mask, device=ids.device) != 0
+        mask = mask[None] if mask.ndim == 1 else mask
+        if mask.shape != ids.shape:
+            raise BadData(f"attention_mask of shape {tuple(mask.shape)} for tokens of shape {tuple(ids.shape)}")
+        if bool(mask.all()):
+            return None
+        if not self.reads_masks and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+            raise BadData(
+                "attention_mask hides tokens before others, and this model reads every earlier token: pad on the right "
+                "(tokenizer.padding_side = 'right'), or run the rows one by one"
+            )
+        return mask
+
+    def _labels(self, ids: Tensor, labels: Any, mask: Tensor | None) -> Tensor:
+        """Return the labels [batch, pos], by default the tokens after a token; raise `BadData` if they do not fit."""
+        if labels is None:
+            assert mask is not None
+            follows = torch.cat((mask[:, :1], mask[:, :-1]), 1)
+            return ids.masked_fill(~(mask & follows), IGNORED)
+        labels = torch.as_tensor(labels, device=ids.device)
+        labels = labels[None] if labels.ndim == 1 else labels
+        if labels.shape != ids.shape or labels.is_floating_point():
+            raise BadData(
+                f"labels of shape {tuple(labels.shape)}, {labels.dtype}: token ids {tuple(ids.shape)} or -100"
+            )
+        counted = labels[:, 1:][labels[:, 1:] != IGNORED]
+        if not len(counted) or int(counted.min()) < 0:
+            raise BadData("labels after the first position are all -100, or negative: give token ids, -100 for no loss")
+        if mask is not None and bool((labels[~mask] != IGNORED).any()):
+            raise BadData("labels count padding in the loss: give labels.masked_fill(attention_mask == 0, -100)")
+        return labels.long()
+
+    def stream_at(self, tokens: Tensor, layer: int) -> Tensor:
+        """Return the stream [batch, pos, d_model] that block `layer` reads, or with layer L the final norm, for ids [batch, pos]."""
+        raise NotImplementedError
+
+    def loss_fn(self, logits: Tensor, tokens: Tensor, *, per_token: bool = False) -> Tensor:
+        """Return TransformerLens' loss: the mean next-token cross-entropy in nats, or one per token [batch, pos - 1]."""
+        return next_token_loss(logits, tokens, per_token=per_token)
 
     def everywhere(self, tokens: Any) -> Tensor:
         """Return the logits [batch, pos, d_vocab] of every position."""
@@ -218,30 +307,41 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             raise BadData(f"batch={batch}, reserve={reserve}: a batch from 1, room for 0..{self.config.n_ctx} tokens")
         return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype)
 
+    @property
+    def decodes_with_cache(self) -> bool:
+        """True if generation uses a key-value cache by default."""
+        return self.caches
+
     def generate(
         self,
-        prompt: Any,
+        prompt: Any = None,
         max_new_tokens: int = 64,
         *,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        do_sample: bool | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
         stop: Any = None,
-        use_cache: bool = True,
+        use_cache: bool | None = None,
     ) -> Any:
         """Continue a prompt, without gradients.
 
         Args:
             prompt: Text, a list of texts, or ids [pos] or [batch, pos].
             max_new_tokens: Largest number of new tokens.
+            input_ids: The prompt's ids under transformers' name, as in `model.generate(**tokenizer(text, return_tensors="pt"))`.
+            attention_mask: Must be 1 everywhere: run prompts of different lengths one by one.
+            do_sample: False takes the likeliest token, as temperature 0 does. The default samples, unlike transformers.
             temperature: 0 takes the likeliest token.
             top_k: Sample from the k likeliest tokens, as in transformers; applied before `top_p`.
             top_p: Sample from the smallest set with this probability, as in transformers.
             seed: Equal seeds give equal tokens, with or without a cache and in any batch. None draws a seed from PyTorch's generator.
             stop: Token ids or texts that end a row, in addition to the tokenizer's end of a document; () for none at all.
             use_cache: False runs the complete sequence for each token, so hooks see all of it. With a cache they see the prompt,
-                then one token at a time.
+                then one token at a time. By default True if the model has a cache; observed modules with hooks use none.
 
         Returns:
             Prompt and continuation in the form of the prompt. Text excludes the stop. Ids include it and are padded with the
@@ -251,9 +351,14 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             BadData: The tokens would exceed the context; checked before the model runs.
             WorkbenchError: An option is out of range.
         """
+        if (prompt is None) == (input_ids is None):
+            raise BadData("give a prompt or input_ids=, one of them")
+        prompt = input_ids if prompt is None else prompt
+        if attention_mask is not None and not bool(torch.as_tensor(attention_mask).all()):
+            raise BadData("attention_mask has padding: generate from prompts of different lengths one by one")
         result = generation.generate(
-            self, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop,
-            use_cache=use_cache,
+            self, prompt, max_new_tokens, do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            stop=stop, use_cache=use_cache,
         )  # fmt: skip
         rows = result.texts if generation.is_text(prompt) else result.ids
         return rows[0] if generation.is_single(prompt) else rows
@@ -265,8 +370,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         """
         return generation.stream(self, prompt, max_new_tokens, **options)
 
-    def _logits(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        return self._run(self.logits, ids) if cache is None else self._run(self.logits, ids, cache)
+    def _logits(self, ids: Tensor) -> Tensor:
+        return self._run(self.logits, ids)
 
     def _run(self, how: Callable[..., Any], ids: Tensor, *more: Any) -> Any:
         if self.hook_state.enabled:
@@ -438,6 +543,15 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             (loss, activations, gradients). Streamed statistics have no gradient: their names are refused, filters skip them.
         """
         return gradients_at(self, tokens, names, loss_fn or next_token_loss)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a folder that `workbench.load` opens again, with the tokenizer, and return it.
+
+        A vanilla Transformer opens in transformers too, as after `workbench export`. Raises `WorkbenchError` for a folder that is not
+        empty.
+        """
+        saving: Any = importlib.import_module("workbench.checkpoints.saving")  # a package above this one
+        return saving.save_pretrained(self, folder)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from workbench.config import ModelConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.layers import NORMS
 
+if TYPE_CHECKING:
+    from transformer_lens import FactoredMatrix
+
 _STACKED = dict.fromkeys(("W_Q", "W_K", "W_V", "W_O"), "attn") | dict.fromkeys(("W_in", "W_gate", "W_out"), "mlp")
 _BIASES = {"b_Q": "Hd", "b_K": "Gd", "b_V": "Gd", "b_O": "D", "b_in": "M", "b_gate": "M", "b_out": "D"}
 
@@ -26,6 +29,10 @@ class _Weights(dict[str, Tensor]):
         if name in self.absent:
             raise WorkbenchError(self.absent[name])
         raise KeyError(name)
+
+
+def _stacked(circuits: list[FactoredMatrix]) -> FactoredMatrix:
+    return type(circuits[0])(torch.stack([c.A for c in circuits]), torch.stack([c.B for c in circuits]))
 
 
 class LensTools:
@@ -74,6 +81,16 @@ class LensTools:
             sizes = {"H": c.n_heads, "G": c.n_key_value_heads, "d": c.d_head, "D": c.d_model, "M": c.d_mlp}
             return self.embed.weight.new_zeros(c.n_layers, *(sizes[axis] for axis in _BIASES[name]))
         return super().__getattr__(name)  # type: ignore[misc]
+
+    @property
+    def OV(self) -> FactoredMatrix:  # noqa: N802
+        """TransformerLens' circuits W_V W_O [layer, head, d_model, d_model]; see `blocks[i].attn.OV` for one layer."""
+        return _stacked([block.attn.OV for block in self.blocks])
+
+    @property
+    def QK(self) -> FactoredMatrix:  # noqa: N802
+        """TransformerLens' circuits W_Q W_K^T [layer, head, d_model, d_model]; see `blocks[i].attn.QK` for one layer."""
+        return _stacked([block.attn.QK for block in self.blocks])
 
     def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
         """[d_model], zeros: no projection of ours has a bias."""

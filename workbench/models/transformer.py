@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,13 @@ class Transformer(HookedModel):
 
     def normalised(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Map token ids [batch, pos] to the unembedding's input [batch, pos, d_model]."""
+        x = self.stream_at(tokens, len(self.blocks), cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return self.ln_final(x)
+
+    def stream_at(self, tokens: Tensor, layer: int, cache: KeyValueCache | None = None) -> Tensor:
+        """Return the stream [batch, pos, d_model] that block `layer` reads, or with layer L the final norm; later blocks do not run."""
         x = self.run_hook("hook_embed", self.embed(tokens))
         past = 0 if cache is None else cache.length
         rotation = self.rotary(tokens.shape[1], x, past)
@@ -156,11 +164,9 @@ class Transformer(HookedModel):
         for shortcut in self.preparing:
             memory.update(shortcut.prepare(tokens))
         x = self.residual.start(x, memory)
-        for block in self.blocks:
+        for block in islice(self.blocks, layer):
             x = block(x, rotation, memory, cache)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
-        return self.ln_final(x)
+        return x
 
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None

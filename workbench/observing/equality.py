@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from workbench.console import ROWS, notebook_html
 from workbench.errors import WorkbenchError
 from workbench.models.hooked import HookedModel
 from workbench.observing.observation import observe
@@ -45,6 +46,11 @@ class Comparison:
         where = "" if self.position is None else f", position {self.position}"
         shapes = "" if math.isfinite(self.difference) else "; not comparable: shapes differ or not finite"
         return f"first difference at {self.site}{where}: {self.difference:.3g} ({self.relative:.3g} relative){shapes}"
+
+    def _repr_html_(self) -> str:
+        texts = self.table.astype(object).where(self.table.notna(), "")
+        table = texts.to_html(index=False, border=0, max_rows=ROWS, float_format=lambda x: f"{x:.3g}")
+        return notebook_html("equal" if self else "not equal", {"result": str(self)}, table)
 
 
 @torch.no_grad()

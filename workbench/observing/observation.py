@@ -88,7 +88,7 @@ def _observe(
     refuse_absent_weights(inner)
     tokens = _tokens(inner, ids_of(example_tokens, as_tokenizer(tokenizer, UNLIMITED)))
     refuse_dropout(inner)
-    run = call or (lambda m, ids: m(ids))
+    run = call or call_with_ids
     plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more + _packed_weights(inner)
@@ -117,6 +117,11 @@ def _observe(
     if not quiet:
         print(observed)
     return observed
+
+
+def call_with_ids(module: nn.Module, ids: Tensor, **more: Any) -> Any:
+    """Call a module with ids, and with further arguments that it takes."""
+    return module(ids, **more)
 
 
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
@@ -301,7 +306,9 @@ def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: 
     name = next((n for n in ("targets", "labels") if n in inspect.signature(module.forward).parameters), None)
     if name is None:
         return usual, ["logits are of the last position only: no loss (pass observe() a call= that returns them all)"]
-    return (lambda m, ids: m(ids, **{name: ids})), [f"logits of every position come from calling it with {name}="]
+    return (lambda m, ids, **more: m(ids, **{name: ids}, **more)), [
+        f"logits of every position come from calling it with {name}="
+    ]
 
 
 def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> Trace:

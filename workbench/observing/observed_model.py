@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import partialmethod
+from functools import partial, partialmethod
 from html import escape
+from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.data.tokenizer import as_tokenizer
-from workbench.errors import HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
+from workbench.errors import BadData, HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
 from workbench.models.activations import LossFn, NamesFilter
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
-from workbench.names import is_statistic, layer_of
+from workbench.names import is_statistic, layer_of, stream_hook
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.function_mode import (
     Failed,
@@ -51,7 +53,8 @@ from workbench.observing.summary import describe, missing_hooks, site_table
 if TYPE_CHECKING:
     from workbench.models.activation_cache import Cache
 
-Call = Callable[[nn.Module, Tensor], Any]
+Call = Callable[..., Any]
+"""`call(module, ids)`, with further arguments of the module if it takes them."""
 Recognize = Callable[[nn.Module, Tensor | None], tuple[DecoderStructure, list[ValuePath]]]
 
 
@@ -183,16 +186,21 @@ class Observed(HookedModel):
             finally:
                 flags["all_positions"] = before
 
-    def forward(self, tokens: Any, return_type: str | None = "logits", **kwargs: Any) -> Any:
+    def forward(self, tokens: Any = None, return_type: str | None = "auto", **kwargs: Any) -> Any:
         """Run on ids [batch, pos] or text, as our own models do; logits equal the module's bitwise.
 
-        A module may return logits of the last position only (nanoGPT without targets); for a loss it is called with targets.
-        Raises `WorkbenchError` for a loss of a module without logits.
+        A module may return logits of the last position only (nanoGPT without targets); for a loss it is called with targets. An
+        `attention_mask` with padding is passed on to a module that takes one. Raises `WorkbenchError` for a loss of a module without
+        logits.
         """
         flags = self.__dict__
         with self.lock:  # no context manager of ours, for the speed of calls without hooks
             before = self.all_positions
-            flags["all_positions"] = before or return_type in ("loss", "both")
+            flags["all_positions"] = (
+                before
+                or return_type in ("loss", "both", "output")
+                or not kwargs.keys().isdisjoint(("input_ids", "labels"))
+            )
             try:
                 return super().forward(tokens, return_type, **kwargs)
             finally:
@@ -250,14 +258,50 @@ class Observed(HookedModel):
         with self.lock:
             return ObservedAnatomy(self, *self._recognize(self.foreign, None))
 
-    def new_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a foreign module has its own cache."""
-        raise WorkbenchError(
-            "an observed module runs whole sequences: generate with use_cache=False, which calls the hooks at every token; the module's "
-            "own generate calls none"
-        )
+    def _takes(self, *names: str) -> bool:
+        """Return whether a call with ids can pass these further arguments to the module."""
+        calls = [inspect.signature(call).parameters.values() for call in (self._call, self._call_all)]
+        passes = all(any(p.kind is p.VAR_KEYWORD for p in parameters) for parameters in calls)
+        return passes and set(names) <= inspect.signature(self.foreign.forward).parameters.keys()
 
-    def logits(self, tokens: Tensor, cache: Any = None) -> Tensor:
+    @property
+    def reads_masks(self) -> bool:  # type: ignore[override]
+        """True if the module takes an `attention_mask` beside ids."""
+        return self._takes("attention_mask")
+
+    @property
+    def decodes_with_cache(self) -> bool:
+        """True if generation uses the module's own key-value cache: in transformers' models, while no hook is registered."""
+        library = sys.modules.get("transformers")
+        ours = library is None or not isinstance(self.foreign, library.PreTrainedModel)
+        return not ours and self._takes("past_key_values", "use_cache") and not any(map(is_hooked, self.hook_points()))
+
+    def new_cache(self, batch: int = 1, **_: Any) -> Any:
+        """Return a cache that transformers' module fills; refused for other modules, and while hooks are registered."""
+        if not self.decodes_with_cache:
+            raise WorkbenchError(
+                "this observed module runs whole sequences: generate with use_cache=False, which calls the hooks at every token. "
+                "Key-value caches are those of transformers' modules without hooks"
+            )
+        return ModuleCache(self, batch)
+
+    def stream_at(self, tokens: Tensor, layer: int) -> Tensor:
+        """Return the stream [batch, pos, d_model] that block `layer` reads, or with layer L the final norm; the module runs to its end."""
+        streams: list[Tensor] = []
+        with self.hooks([(stream_hook(layer, self.config.n_layers), lambda x, hook: streams.append(x))]):
+            self.logits(tokens)
+        return streams[-1]
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> Any:
+        """Save the module as its library does; raise `WorkbenchError` if it has no `save_pretrained`."""
+        if not hasattr(self.foreign, "save_pretrained"):
+            name = type(self.foreign).__name__
+            raise WorkbenchError(
+                f"{name} has no save_pretrained: save the module's weights, torch.save(module.state_dict(), path)"
+            )
+        return self.foreign.save_pretrained(folder, **options)
+
+    def logits(self, tokens: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
         """Return the module's logits [batch, pos, d_vocab] for ids [batch, pos], or its output if it has none."""
         if self.all_positions and self.structure.logits is None:
             name = type(self.foreign).__name__
@@ -266,6 +310,12 @@ class Observed(HookedModel):
                 "call=lambda m, ids: m.model(ids), or what a forward hook on its head keeps"
             )
         call = self._call_all if self.all_positions else self._call
+        if mask is not None:
+            call = partial(call, attention_mask=mask)
+        if cache is not None:
+            if self.hook_state.enabled:
+                raise WorkbenchError("hooks of an observed module see whole sequences: call it without past_kv_cache")
+            call = partial(cache.call, call)
         try:
             if not self.hook_state.enabled and self._masks is None:
                 return self._logits_in(call(self.outer, tokens), tokens)
@@ -436,6 +486,31 @@ class Observed(HookedModel):
     def _repr_html_(self) -> str:
         shown = value_path_table(self.fitted_paths)._repr_html_()
         return f"<pre style='white-space: pre-wrap'>{escape(repr(self))}</pre>{shown}"
+
+
+class ModuleCache:
+    """The key-value cache of an observed transformers module; `new_cache` makes it and the module fills it."""
+
+    def __init__(self, model: Observed, batch: int) -> None:
+        self.model, self.batch, self.length = model, batch, 0
+        self.past: Any = None
+
+    def check(self, model: Observed, ids: Tensor) -> None:
+        """Raise `BadData` if ids [batch, pos] of a model cannot continue this cache."""
+        n_ctx = model.config.n_ctx
+        if model is not self.model or len(ids) != self.batch or self.length + ids.shape[1] > n_ctx:
+            raise BadData(
+                f"this cache has {self.length} tokens of {self.batch} sequences of one model, and takes {n_ctx - self.length} more; "
+                "make another with model.new_cache(batch)"
+            )
+
+    def call(self, call: Call, module: nn.Module, ids: Tensor) -> Any:
+        """Run the module on the ids after those in the cache."""
+        output = call(module, ids, past_key_values=self.past, use_cache=True)
+        self.past, self.length = output.past_key_values, self.length + ids.shape[1]
+        if self.past is None:
+            raise WorkbenchError(f"{type(module).__name__} returns no key-value cache: generate with use_cache=False")
+        return output
 
 
 class _PlainCalls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.console import notebook_html
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
@@ -27,6 +29,7 @@ from workbench.prompts.prompt import (
 )
 
 NONE = -1  # stands for the token that follows the last
+COLUMNS = 12  # positions that a notebook shows
 MAX_ERROR = 1e-3  # largest difference in log-probability between the last stream's reading and the output, in float32
 
 
@@ -45,6 +48,24 @@ class Lens:
     rank: np.ndarray  # tokens ahead of the one that follows [layer + 1, pos], 0 where it leads
     entropy: np.ndarray  # of the reading, nats [layer + 1, pos]
     kl: np.ndarray  # KL(output || reading), nats [layer + 1, pos]; 0 in the last row
+
+    def _repr_html_(self) -> str:
+        """Show the likeliest token of each stream and position, shaded by its probability, for the last positions."""
+        last = slice(-COLUMNS, None)
+        head = "".join(f"<th>{escape(token)}</th>" for token in self.tokens[last])
+        rows = [
+            f"<tr><th>{'output' if row == len(self.top_tokens) - 1 else f'into block {row}'}</th>"
+            + "".join(
+                f"<td style='background:rgba(68,119,170,{0.7 * p:.2f})' title='probability {p:.3f}'>{escape(tokens[0])}</td>"
+                for tokens, p in zip(self.top_tokens[row][last], self.top_probability[row, last, 0], strict=True)
+            )
+            + "</tr>"
+            for row in reversed(range(len(self.top_tokens)))
+        ]
+        facts = {
+            "shows": f"likeliest token of each stream; darker: probability closer to 1; last {len(self.tokens[last])} positions"
+        }
+        return notebook_html("logit lens", facts, f"<table><tr><th>after</th>{head}</tr>{''.join(rows)}</table>")
 
 
 @torch.no_grad()

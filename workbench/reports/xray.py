@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.console import Progress
+from workbench.console import Progress, notebook_html
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.names import ACTIVATIONS
 from workbench.plots.browser import screenshot
@@ -71,6 +72,10 @@ class XRay:
 
     def __str__(self) -> str:
         return "\n\n".join(f"{a.question}\n{a.sentence}" for a in self.answers)
+
+    def _repr_html_(self) -> str:
+        answers = {a.question: a.sentence for a in self.answers}
+        return notebook_html(f"X-ray of {self.subject}", answers, f"<p>{escape(self._measured_on())}</p>")
 
     def save(self, out: str | Path, *, png: bool = True) -> list[Path]:
         """Write the offline page and its picture; returns both paths.

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock
 
+from workbench.console import ROWS
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import MAX_TABLE, read_bytes, replacing
 
@@ -46,6 +48,37 @@ MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the ch
 OWN_DATA = r"(train|validation)(/|$)"
 """Names of a run's own data; other data are named by their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
+
+
+class Records(pd.DataFrame):
+    """A table of records that is shown without empty columns and provenance, and with constant columns in one line above."""
+
+    @property
+    def _constructor(self) -> type[Records]:
+        return Records
+
+    def _shown(self) -> tuple[str, pd.DataFrame] | None:
+        """Return the constant columns as one line, and the other columns; None for a table without values of records."""
+        if not {"value"} <= set(self.columns) <= KNOWN or self.empty:
+            return None
+        shown = pd.DataFrame(self).drop(columns="provenance", errors="ignore").dropna(axis=1, how="all")
+        same = [n for n in shown if n not in ("value", "se") and shown[n].notna().all() and shown[n].nunique() == 1]
+        same = same if len(shown) > 1 else []
+        rest = shown.drop(columns=same)
+        line = ", ".join(f"{name} {shown[name].iloc[0]}" for name in same)
+        return line, rest.astype(object).where(rest.notna(), "")
+
+    def __repr__(self) -> str:
+        if (parts := self._shown()) is None:
+            return super().__repr__()
+        table = parts[1].to_string(max_rows=ROWS, float_format=lambda number: f"{number:.5g}")
+        return "\n".join(filter(None, (parts[0], table)))
+
+    def _repr_html_(self) -> str:
+        if (parts := self._shown()) is None:
+            return str(pd.DataFrame(self)._repr_html_())  # type: ignore[operator]
+        table = parts[1].to_html(index=False, border=0, max_rows=ROWS, float_format=lambda number: f"{number:.5g}")
+        return f"<p>{escape(parts[0])}</p>{table}"
 
 
 def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:

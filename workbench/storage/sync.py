@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from workbench.environment import CACHE, XDG_CACHE
+from workbench.environment import CACHE, XDG_CACHE, cache_folder
 from workbench.errors import BadCheckpoint, LeftOut, OnlyHere, WorkbenchError, warn_caller
 from workbench.files import digest, read_json, write_json
 from workbench.storage.remote import Remote, remote
@@ -136,7 +136,7 @@ def cache() -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _resolved(cache: str | None, user_cache: str | None) -> Path:
-    return Path(cache or Path(user_cache or Path.home() / ".cache") / "workbench").resolve() / "mirrors"
+    return cache_folder(cache, user_cache) / "mirrors"
 
 
 def root_of(url: str) -> Path:

@@ -12,7 +12,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import WorkbenchError
 from workbench.training.recorder.recorder import Recorder
 
 Callback: Any = None
@@ -23,7 +22,7 @@ for package in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
         if not package.startswith(str(error.name)):
             raise
 if Callback is None:
-    raise WorkbenchError("a Lightning callback needs Lightning: pip install lightning")
+    raise ImportError("a Lightning callback needs Lightning: pip install lightning", name="lightning")
 
 
 class LightningCallback(Callback):
