@@ -7,6 +7,7 @@ import math
 import struct
 from pathlib import Path
 
+import app_pages
 import numpy as np
 import pytest
 import torch
@@ -230,3 +231,25 @@ def test_files_of_other_kinds_are_named(tmp_path, begin):
     (tmp_path / "model.bin").write_bytes(begin + bytes(400))
     with pytest.raises(BadCheckpoint, match=KINDS[begin]):
         workbench.load(tmp_path / "model.bin")
+
+
+@pytest.mark.slow
+def test_every_page_of_the_dashboard_works_on_an_imported_file(tmp_path, browse):
+    header = (*HEADER[:5], 259 + len(PIECES), HEADER[6])
+    write(tmp_path / "model.bin", header=header)
+    tokens(tmp_path / "tokenizer.bin", [(piece, -float(i)) for i, piece in enumerate(PIECES)])
+    run = import_run(tmp_path / "model.bin", tmp_path / "runs", name="mine")
+    ids = torch.randint(259, (8, 20), generator=torch.Generator().manual_seed(0))
+    workbench.measure(run, ["sink_mass", "row_entropy", "value_drain", "loss"], ids)
+    for name, link in {
+        "start": {}, "training": {}, "depth": {"metric": "value_drain"}, "heads": {"metric": "sink_mass"}, "attention": {},
+        "prompt": {}, "intervene": {},
+    }.items():  # fmt: skip
+        prompt = {"prompt": "the cat"} if name in ("attention", "prompt", "intervene") else {}
+        at = browse(tmp_path / "runs", name, a="mine", **link, **prompt)
+        assert "Traceback" not in app_pages.said(at), name
+        assert at.title[0].value == name.capitalize()
+        if name in ("depth", "heads", "prompt", "intervene"):
+            assert app_pages.charts(at), name
+        if name == "attention":
+            assert app_pages.pictures(at)

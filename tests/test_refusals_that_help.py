@@ -131,7 +131,7 @@ def test_a_module_is_refused_with_what_would_work(name):
 
 
 FILES = {
-    "model.gguf": (b"GGUF\x03\0\0\0" + bytes(64), r"GGUF file \(llama.cpp\), which is not read: .*gguf_file="),
+    "model.gguf": (b"GGUF\x03\0\0\0" + bytes(64), r"GGUF file.*(gguf_file=|llama-quantize)"),
     "model.safetensors": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         r"pointer of Git LFS.*git lfs pull",

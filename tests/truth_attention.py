@@ -105,6 +105,42 @@ def concentration(world):
     return rows
 
 
+def rests(A):
+    """Positions on which one head's pattern [query, key] rests in one document: at most the four of largest excess."""
+    T, found = len(A), {}
+    tested = [j for j in range(T) if T - j >= T / 4 and T - j > 10]
+    for j in tested:
+        rows = range(max(j, 1), T)
+        excess = sum(float(A[i, j]) - 1 / (i + 1) for i in range(j, T))
+        largest = {i: float(A[i].max()) for i in rows}
+        variance = sum(largest[i] / (i + 1) for i in rows)
+        if excess > 0.1 * (T - j):
+            evidence = excess**2 / 2 / (variance + max(largest.values()) * excess / 3)
+            if evidence > math.log(len(tested) / 0.01):
+                found[j] = excess
+    return sorted(found, key=found.get)[-4:]
+
+
+def found_sinks(world):
+    rows, (N, T) = {}, world.ids.shape
+    for n in range(world.L):
+        A, shares = world.seen["pattern", n], {"": [0.0] * world.H}
+        for b, h in [(b, h) for b in range(N) for h in range(world.H)]:
+            for j in rests(A[b, h]):
+                part = float(A[b, h, 1:, j].sum()) / (T - 1) / N
+                token = int(world.ids[b, j])
+                first = "" if token in world.ids[b, :j] else "first "
+                for name in ("", f"position {j}", f"{first}token {token}"):
+                    shares.setdefault(name, [0.0] * world.H)[h] += part
+        for kind in ("position", "token"):
+            names = sorted((x for x in shares if kind in x), key=lambda x: -sum(shares[x]))
+            for name in names[6:]:
+                del shares[name]
+        for name, each in shares.items():
+            rows |= {at(layer=n, head=h, variant=name or None): x for h, x in enumerate(each)}
+    return rows
+
+
 POS = {"uniform_causal": lambda T: (uniform(T), ["position"])}
 
 
@@ -123,6 +159,7 @@ ATTENTION = {
         fixed(lambda T: float(entropy(uniform(T)))),
     ),
     "concentration_parts": concentration,
+    "found_sinks": found_sinks,
     "row_entropy": of_patterns(
         {
             None: (lambda A, w, n: entropy(A).mean(-1), ["head"]),

@@ -46,8 +46,8 @@ SHARDS = {  # files of other libraries -> what they are, and the command that co
         "config.json of the Hugging Face model beside it",
 }  # fmt: skip
 GGUF = (
-    "a GGUF file (llama.cpp), which is not read: open the model it was converted from, or save it with transformers' "
-    "from_pretrained(folder, gguf_file=...).save_pretrained(OUT)"
+    "a GGUF file (llama.cpp), which is not read: install the gguf package (extra `gguf`) and name the file itself, or save it with "
+    "transformers' from_pretrained(folder, gguf_file=...).save_pretrained(OUT)"
 )
 UNREAD = SHARDS | {"*.gguf": GGUF}
 """The same and files that may lie beside weights."""

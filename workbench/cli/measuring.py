@@ -39,6 +39,9 @@ def measure_command(
         int | None, typer.Option("--length", "-T", min=1, help="Tokens per document; default the training length.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch; results do not depend on it.")] = 8,
+    positions: Annotated[
+        str, typer.Option(help="Positions of sink measures: first, or found in each document.")
+    ] = "first",
     out: Annotated[Path | None, Out(help="Write the records to this file: .parquet, .arrow, .csv or .json.")] = None,
     workers: OneWorker = 1,
     on: On = None,
@@ -55,7 +58,7 @@ def measure_command(
     with progress("measuring") as task:
         frame = run_measures(
             list(paths), metric, text, steps=steps_of(steps), n=documents, T=length, batch=batch, device=device, progress=task,
-            workers=on or workers,
+            positions=positions, workers=on or workers,
         )  # fmt: skip
     if rank():  # only the first of several processes prints
         return

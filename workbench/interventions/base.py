@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.metrics.found_sinks import sink_positions
 from workbench.metrics.residual import loss
 from workbench.names import ACTIVATIONS, stream_hook
 from workbench.observing.interception.segments import Segments, weighted_mean
@@ -33,6 +34,7 @@ class Intervention:
     timed: bool = False  # its numbers are a clock's: they differ between runs, and another machine measures again
     version: int = 1  # raised whenever the numbers change, as a metric's (`workbench.metrics.metric`)
     by_document: bool = False  # whether it uses `sample.segments` to separate padding and packed documents
+    found: bool = False  # whether it is of found sink positions instead of the first one
 
     @property
     def name(self) -> str:
@@ -80,6 +82,16 @@ def hook_points(model: Any, site: str) -> dict[int, str]:
     else:
         names = {n: ACTIVATIONS[site].hook.format(layer=n) for n in range(n_layers)}
     return {n: name for n, name in names.items() if name in model.hook_dict}
+
+
+def sinks_by_layer(model: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return detected sink positions and column sums [batch, head, pos] by layer, for layers that show their attention."""
+    hooks = [ACTIVATIONS[name].hook for name in ("received", "row_max")]
+    points = {n: [hook.format(layer=n) for hook in hooks] for n in range(model.config.n_layers)}
+    points = {n: names for n, names in points.items() if set(names) <= model.hook_dict.keys()}
+    with torch.no_grad():
+        _, cache = model.run_with_cache(ids, names_filter=[name for names in points.values() for name in names])
+    return {n: (sink_positions(cache[sums], cache[largest]), cache[sums]) for n, (sums, largest) in points.items()}
 
 
 @contextmanager

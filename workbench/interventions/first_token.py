@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
+from workbench.metrics.found_sinks import column_excess
 
 SITES = ("v", "own_v", "stream")
 SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -23,7 +24,9 @@ SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
     source="value drain and hidden peak: Guo et al. 2024, arXiv 2410.13835; Zhou et al. 2024; the matched baselines ours",
 )  # fmt: skip
 @torch.no_grad()
-def first_token_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+def first_token_norm(
+    model: Any, sample: Any, data: Any, batch: int, *, positions: str = "first"
+) -> Iterator[dict[str, Any]]:
     """Drain of the first position's value and peak of its stream, beside the same token elsewhere and another token there.
 
     Norm of one position's vector divided by the median (values, `value_drain`) or mean (streams, `hidden_peak`) of the
@@ -31,22 +34,40 @@ def first_token_norm(model: Any, sample: Any, data: Any, batch: int) -> Iterator
     `same_token` is the ratio at position T // 2, which now holds the first token; `other_token` is that at position 0.
     A drain or peak in `other_token` only is an effect of the position, one in `same_token` only of the token. A trained
     start token alone gives ratios of 0.6 and 1.3. Caution: where both show it, neither is excluded.
+    With positions `found`, each document's strongest sink position (`sink_positions`) of any head replaces position 0,
+    and the position half a document further replaces T // 2. Documents without a sink do not count.
     """
     points = {name: (site, n) for site in SITES for n, name in hook_points(model, site).items()}
     ratios = ByDocument()
     for ids in batches_of(model, sample, batch):
-        middle = ids.shape[1] // 2
-        swapped = ids.clone()
-        swapped[:, [0, middle]] = ids[:, [middle, 0]]
-        for text, read in ((ids, {None: 0}), (swapped, {"same_token": middle, "other_token": 0})):
+        at = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+        if positions == "found":
+            ids, at = _strongest_sinks(model, ids)
+            if not len(ids):
+                continue
+        T, rows = ids.shape[1], torch.arange(len(ids), device=ids.device)
+        middle, swapped = (at + T // 2) % T, ids.clone()
+        swapped[rows, at], swapped[rows, middle] = ids[rows, middle], ids[rows, at]
+        for text, read in ((ids, {None: at}), (swapped, {"same_token": middle, "other_token": at})):
             _, cache = model.run_with_cache(text, names_filter=list(points))
             for name, (site, layer) in points.items():
                 norms = cache[name].double().flatten(2).norm(dim=-1)
                 for control, place in read.items():
-                    others = torch.cat((norms[:, :place], norms[:, place + 1 :]), 1)
+                    is_other = torch.ones_like(norms, dtype=torch.bool).scatter(1, place[:, None], False)
+                    others = norms[is_other].view(len(norms), -1)
                     usual = others.mean(1) if site == "stream" else others.quantile(0.5, dim=1)
-                    ratios.add(norms[:, place] / usual, site=site, layer=layer, control=control, unit="ratio")
+                    here = norms.gather(1, place[:, None])[:, 0]
+                    ratios.add(here / usual, site=site, layer=layer, control=control, unit="ratio")
     yield from ratios.rows()
+
+
+def _strongest_sinks(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the documents in which a head rests on some position, and the one that receives most over all heads."""
+    total = torch.zeros(ids.shape, dtype=torch.double, device=ids.device)
+    for at, received in sinks_by_layer(model, ids).values():
+        total += torch.where(at, column_excess(received)[0], 0).sum(1)
+    has_sink = total.sum(1) > 0
+    return ids[has_sink], total.argmax(1)[has_sink]
 
 
 @intervention(

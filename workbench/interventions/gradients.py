@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.ablation import branches
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
 from workbench.models.hooked import next_token_loss
 from workbench.names import before_branching
 
@@ -90,7 +90,9 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
     unit="ratio", range=">= 0", reading="higher: the gradient gathers at the first position",
     source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771 (s = 0, t up to 31)",
 )  # fmt: skip
-def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+def gradient_sink(
+    model: Any, sample: Any, data: Any, batch: int, *, positions: str = "first"
+) -> Iterator[dict[str, Any]]:
     """Gradient at the first position's attention input divided by the mean of the next 31 positions, per layer.
 
     ||g_0|| / mean over 1 <= t <= 31 of ||g_t||, g_t = dloss/dh_t summed over the documents before its norm is taken, h what a
@@ -99,7 +101,8 @@ def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     itself.
     The control is the ratio of sqrt(sum over i >= t of 1 / i^2): the value path under uniform causal attention with
     independent gradients of head outputs. Uniform attention gathers gradients too. Caution: a sum over documents, so compare equal numbers
-    of them, and step 0. Unit: ratio.
+    of them, and step 0. With positions `found`, the most frequent sink position of the layer among
+    the first 32 (`sink_positions`) replaces position 0. Layers without one have no number. Unit: ratio.
     """
     if getattr(model, "foreign", None) is not None:  # whose modules are not ours to name
         return
@@ -110,6 +113,10 @@ def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     }
     points = {name: at for name, at in points.items() if name.removesuffix(".hook_in") in model.mod_dict}
     T, groups = min(sample.ids.shape[1], GATHERED), min(GROUPS, len(sample.ids))
+    places = dict.fromkeys(range(model.config.n_layers), 0)
+    if positions == "found":
+        places = _frequent_sinks(model, sample, batch, T)
+        points = {name: at for name, at in points.items() if at[0] in places}
     sums = {at: torch.zeros(groups, T, model.config.d_model, dtype=torch.double) for at in points.values()}
     seen = 0
     for ids in batches_of(model, sample, batch):
@@ -119,24 +126,34 @@ def gradient_sink(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
             sums[at].index_add_(0, group, grads[name][:, :T].double().cpu())
         seen += len(ids)
     for (layer, path), parts in sums.items():
-        value = _gathered(parts.sum(0), sums[layer, None].sum(0))
+        place, of_all = places[layer], sums[layer, None]
+        value = _gathered(parts.sum(0), of_all.sum(0), place)
         se = math.nan
         if groups > 2:  # jackknife
-            of_all = sums[layer, None]
-            left_out = [_gathered(parts.sum(0) - parts[g], of_all.sum(0) - of_all[g]) for g in range(groups)]
+            left_out = [_gathered(parts.sum(0) - parts[g], of_all.sum(0) - of_all[g], place) for g in range(groups)]
             each = torch.tensor(left_out, dtype=torch.double)
             se = float(((groups - 1) / groups * (each - each.mean()).square().sum()).sqrt())
         yield {"layer": layer, "variant": path, "value": value, "se": se, "n": seen, "unit": "ratio"}
         if path is None:  # where every query attends evenly and gradients of head outputs are independent
             later = torch.arange(sample.ids.shape[1], 0, -1, dtype=torch.double).pow(-2).cumsum(0).flip(0)
             power = later[:GATHERED].sqrt()
-            even = float(power[0] / power[1:].mean())
+            even = float(power[place] / torch.cat((power[:place], power[place + 1 :])).mean())
             yield {"layer": layer, "control": "uniform_causal", "value": even, "unit": "ratio"}
 
 
-def _gathered(part: Tensor, whole: Tensor) -> float:
-    """||part_0|| over the mean of ||whole_t||, t > 0, of gradients [pos, width]."""
-    return float(part[0].norm() / whole[1:].norm(dim=-1).mean())
+def _frequent_sinks(model: Any, sample: Any, batch: int, T: int) -> dict[int, int]:
+    """Return by layer the position below T where its heads rest in most documents; none for layers without one."""
+    counts = dict[int, Tensor]()
+    for ids in batches_of(model, sample, batch):
+        for n, (at, _) in sinks_by_layer(model, ids).items():
+            counts[n] = counts.get(n, 0) + at[..., :T].any(1).sum(0).cpu()
+    return {n: int(count.argmax()) for n, count in counts.items() if count.any()}
+
+
+def _gathered(part: Tensor, whole: Tensor, place: int = 0) -> float:
+    """||part|| at a position over the mean of ||whole|| at the others, of gradients [pos, width]."""
+    others = torch.cat((whole[:place], whole[place + 1 :]))
+    return float(part[place].norm() / others.norm(dim=-1).mean())
 
 
 FLOW = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row
+from workbench.metrics.found_sinks import sink_positions
 from workbench.statistics.sinks import sink_kind
 
 CHUNK = 64  # positions whose scores over the vocabulary are held at a time
@@ -87,6 +88,30 @@ class _Enough(Exception):
     """Stop the run there; the rest would take minutes for a large vocabulary."""
 
 
+def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return the attention of each query to its head's found positions [batch, head, pos], and their part of z.
+
+    None if the softmax of queries and keys does not give the column sums: a mixed, gated or capped pattern.
+    """
+    at = sink_positions(given["received"], given["row_max"])
+    most, heads = int(at.sum(-1).max()), at.shape[1]
+    is_one, places = at.double().topk(max(most, 1), dim=-1)  # [batch, head, few]
+    group = heads // given["v"].shape[2]
+    where = places.transpose(1, 2)[..., None]  # [batch, few, head, 1]
+    keys, values = (
+        x.repeat_interleave(group, dim=2).gather(1, where.expand(-1, -1, -1, x.shape[-1]))
+        for x in (given["rot_k"], given["v"])
+    )
+    scores = torch.einsum("bqhd,bkhd->bhqk", given["rot_q"], keys) * given["rot_q"].shape[-1] ** -0.5
+    queries = torch.arange(at.shape[-1], device=at.device)[:, None]
+    is_seen = (places[:, :, None] <= queries) & (is_one[:, :, None] > 0)
+    weights = (scores - given["lse"][..., None]).exp().masked_fill(~is_seen, 0)
+    sums = given["received"].gather(-1, places) * is_one
+    if not torch.allclose(weights.sum(2), sums, rtol=1e-3, atol=1e-3):
+        return None
+    return weights.sum(-1), torch.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
 SINK_VARIANTS: dict[str | None, str] = {
     "mass": "share", None: "ratio", "spread": "share", "no_op": "share of documents", "broadcast": "share of documents",
 }  # fmt: skip
@@ -98,25 +123,42 @@ SINK_VARIANTS: dict[str | None, str] = {
     source="attention to position 0 times its value through W_O, over the head's whole output",
 )  # fmt: skip
 @torch.no_grad()
-def sink_output(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
+def sink_output(
+    model: Any, sample: Any, data: Any, batch: int, *, positions: str = "first"
+) -> Iterator[dict[str, Any]]:
     """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
-    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those queries to
-    position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and `broadcast`: share of
-    documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3; ratio at most 0.2 (`no_op`); ratio
-    at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where the rest cancels it.
+    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
+    queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
+    `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;
+    ratio at most 0.2 (`no_op`); ratio at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where
+    the rest cancels it. With positions `found`: of the sum over all positions where the head rests (`sink_positions`), in layers
+    whose pattern the rotated queries and keys give.
     """
-    layers = [n for n, block in enumerate(getattr(model, "blocks", [])) if hasattr(block.attn, "W_O")]
-    points = ("sink", "v", "z")
+    is_first = positions == "first"
+    points = ("sink", "v", "z") if is_first else ("v", "z", "rot_q", "rot_k", "lse", "received", "row_max")
+    layers = [
+        n for n, block in enumerate(getattr(model, "blocks", []))
+        if hasattr(block.attn, "W_O") and (is_first or (
+            getattr(block.attn, "joint", None) is None
+            and all(f"blocks.{n}.attn.hook_{x}" in model.hook_dict for x in points)
+        ))
+    ]  # fmt: skip
     results = ByDocument()
     for ids in batches_of(model, sample, batch):
         names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
         _, cache = model.run_with_cache(ids, names_filter=names)
         for n in layers:
-            sink, v, z = (cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points)
+            given = {x: cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points}
+            v, z = given["v"], given["z"]
             w_o = model.blocks[n].attn.W_O.double()
-            first = v[:, 0].repeat_interleave(z.shape[2] // v.shape[2], dim=1)
-            written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
+            if is_first:
+                sink, first = given["sink"], v[:, 0].repeat_interleave(z.shape[2] // v.shape[2], dim=1)
+                written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
+            elif (rebuilt := _from_found(given)) is not None:
+                sink, written = rebuilt[0], torch.einsum("bphd,hdm->bhpm", rebuilt[1], w_o).norm(dim=-1)
+            else:
+                continue
             out = torch.einsum("bphd,hdm->bhpm", z, w_o)
             ratio = (written[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
             later = out[:, :, 1:]

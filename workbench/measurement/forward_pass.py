@@ -25,7 +25,7 @@ from workbench.metrics import Metric
 from workbench.metrics.base import AXES
 from workbench.models.hook_points import read_only
 from workbench.models.transformer import Transformer
-from workbench.names import ACTIVATIONS, stream_hook
+from workbench.names import ACTIVATIONS, STATISTICS, stream_hook
 from workbench.observing.interception.segments import Segments, weighted_mean
 
 WHOLE = ("logits", "tokens", "counted")
@@ -93,10 +93,18 @@ class Reduction:
                 documents = [{a: cut(x, str(aliases[a]), row, at) for a, x in given.items()} for at in positions]
             if self.metric.form == "per_sequence" and documents:
                 values = [function(**one, **options).double().cpu() for one in documents]
-                self.parts[layer].append(weighted_mean(values, [len(at) for at in positions]))
+                counted = [i for i, value in enumerate(values) if self.has_number(value)] or range(len(values))
+                self.parts[layer].append(
+                    weighted_mean([values[i] for i in counted], [len(positions[i]) for i in counted])
+                )
             else:
                 for one in documents:
                     self.parts[layer][place % self.metric.folds].update(**one)
+
+    def has_number(self, value: Tensor) -> Tensor:
+        """Return which sequences have a number: without a found position, a measure of one vector has NaN."""
+        absent = value.isnan() if self.metric.found and value.ndim == 1 else torch.zeros(len(value), dtype=torch.bool)
+        return ~absent
 
     def documents(self, segments: Segments, row: int) -> list[Tensor]:
         """Return the positions of a row's documents that are long enough and, for a loss, have labelled tokens."""
@@ -137,6 +145,11 @@ def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = None) -> list[Reduction]:
     """Return the reductions of a metric: each site (or only `sites`), with its variants, or with controls if it is accumulated."""
+    if metric.found:
+        return [
+            Reduction(metric, site, "found", None, {"positions": "found"})
+            for site in (sites or metric.sites) or (None,)
+        ]
     per_sequence, known = metric.form == "per_sequence", metric.ahead(tokens) if metric.ahead else {}
     reductions = []
     for site in (sites or metric.sites) or (None,):
@@ -167,6 +180,7 @@ def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction
     for (_, site), group in itertools.groupby(summed, lambda r: (r.metric.name, r.site)):
         together, width = list(group), widths[site] * config.d_head if site in widths else config.d_model
         size = 4 * _sums(together[0], sample) * config.n_layers * len(together) * width
+        size = 0 if set(together[0].metric.arguments) <= {*STATISTICS, "tokens"} else size
         if size > left and passes[-1]:
             passes, left = [*passes, []], HELD
         passes[-1] += together
@@ -329,6 +343,9 @@ def record_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator
         if reduction.metric.form == "accumulated":
             yield from _accumulated_rows(reduction, parts, axes, len(sample.ids))
             continue
+        parts = [part[reduction.has_number(part)] for part in parts] if reduction.metric.found else parts
+        if not any(len(part) for part in parts):
+            continue
         mean, se, n = mean_and_error(parts)
         named = (*reduction.metric.axes, "head") if reduction.variant == "per_head" else reduction.metric.axes
         yield from _spread(axes, named, mean, se, n)
@@ -395,10 +412,11 @@ def _accumulated_rows(reduction: Reduction, folds: list[Any], axes: dict[str, An
         value = torch.tensor(numbers, dtype=torch.double)
         error = torch.full_like(value, own.get(key, math.nan))
         if left_out and not math.isnan(own.get(key, 0.0)):  # NaN: the accumulator has no error
-            others = torch.tensor([one[key] for one in left_out], dtype=torch.double)
+            others = torch.tensor([one.get(key, (0 * value).tolist()) for one in left_out], dtype=torch.double)
             error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
         unit = reduction.metric.units.get(key, reduction.metric.unit)
-        yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, ["index"] * value.ndim, value, error)
+        named = getattr(reduction.metric.function, "axes", ["index"] * value.ndim)
+        yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, named, value, error)
 
 
 def _result(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import pandas as pd
@@ -37,11 +37,19 @@ from workbench.measurement.forward_pass import (
 )  # fmt: skip
 from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
+from workbench.metrics.base import takes_positions
+from workbench.metrics.found_sinks import ColumnExcess
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS
 from workbench.runs.records import SAMPLE_COLUMNS, Records, left_out, provenance, records, typed
+from workbench.statistics.sinks import FOUND_EXCESS, FOUND_LENGTH
 
 Measure = Metric | Intervention
+POSITIONS = ("first", "found")
+COLUMNS = Metric(
+    ColumnExcess, "accumulated", "share", "-1..1", "higher: attended more", "this project", min_length=2, folds=1
+)
+"""Whether a measure of the first position misses a sink; not registered."""
 CACHED = 16  # tokens of a measured key-value cache, whose bytes are proportional to tokens
 
 
@@ -58,6 +66,7 @@ def measure(
     device: str | None = None,
     progress: Progress | None = None,
     sites: Mapping[str, Sequence[str]] | None = None,
+    positions: str = "first",
     workers: Workers = 1,
 ) -> pd.DataFrame:
     """Measure models or runs and return records, one tidy row per number.
@@ -74,6 +83,8 @@ def measure(
         device: Device of loaded models.
         progress: Called with (done, total, description).
         sites: Sites per metric, to save the memory of its other sites.
+        positions: "first", or "found": measures of the first position (`sink_mass`, `value_drain`, ...) then use the positions that
+            `sink_positions` detects in each document, and rows have the variant `found`.
         workers: 1 measures in this process; otherwise every step of every run is a job, see `workbench.jobs.running.run_jobs`.
 
     Returns:
@@ -90,18 +101,18 @@ def measure(
         define both. A row's value is the mean over its documents, weighted by tokens, and tokens with the label -100 do not
         count in the loss. The warning `PaddingLeftOut` gives the share, `NotMeasured` lists metrics without numbers.
     """
-    wanted = [_find(name) for name in ([metrics] if isinstance(metrics, str) else metrics)]
+    wanted = [_find(name, positions) for name in ([metrics] if isinstance(metrics, str) else metrics)]
     only = {name: _sites(_find(name), selected) for name, selected in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
-        how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites)
+        how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites, positions=positions)
         return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
     measured, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in measured:
         if (shared := _sharing(subject)) not in samples:
             samples[shared] = sample_of(data, subject, n, T, seed)
-            refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted])
+            refuse_short(samples[shared].ids.shape[1], [item.name for item in wanted], positions)
         refuse_unfit(samples[shared], subject)
     frames, absent = list[pd.DataFrame](), list[str]()
     for subject in _with_progress(measured, progress):
@@ -171,18 +182,32 @@ def _by_jobs(
     )
 
 
-def refuse_short(T: int, metrics: Iterable[str]) -> None:
+def refuse_short(T: int, metrics: Iterable[str], positions: str = "first") -> None:
     """Raise `WorkbenchError` if a metric needs sequences of more than T tokens."""
-    for item in map(_find, metrics):
+    for name in metrics:
+        item = _find(name, positions)
         if item.min_length > T:
             raise WorkbenchError(f"{item.name} needs sequences of {item.min_length} tokens; these have {T}")
 
 
-def _find(name: str) -> Measure:
+def _find(name: str, positions: str = "first") -> Measure:
+    """Return a metric or experiment by name, at the first position or those found."""
     measures: dict[str, Measure] = {**METRICS, **INTERVENTIONS}
     if name not in measures:
         raise UnknownName("metric", name, measures)
-    return measures[name]
+    if positions not in POSITIONS:
+        raise UnknownName("positions", positions, POSITIONS)
+    item = measures[name]
+    if positions == "first":
+        return item
+    if not takes_positions(item):
+        known = ", ".join(n for n, other in measures.items() if takes_positions(other))
+        raise WorkbenchError(f"{name} is no measure of sink positions; positions='found' changes {known}")
+    least = max(item.min_length, FOUND_LENGTH)
+    if isinstance(item, Metric):
+        return replace(item, found=True, variants={}, controls={}, min_length=least)
+    function = update_wrapper(partial(item.function, positions=positions), item.function)
+    return replace(item, found=True, function=function, min_length=least)
 
 
 def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
@@ -224,7 +249,8 @@ def _measure_one(
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
     """Return the key of one measurement in the store."""
     machine = item.machine if isinstance(item, Intervention) else ()
-    return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites)
+    found = ("found",) if item.found else ()
+    return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites, *found)
 
 
 def _training(subject: Subject, sample: Sample) -> Any:
@@ -265,7 +291,9 @@ def _compute(
         for reduction in (r for r in reductions if r.metric.form != "per_sequence"):
             reduction.rows = list(record_rows(reduction, sample, model.config.n_layers))
             reduction.parts.clear()
-    run_pass(model, sample, last, batch)
+    columns = [Reduction(COLUMNS, None)] if any(takes_positions(m) and not m.found for m in missing.values()) else []
+    run_pass(model, sample, [*last, *columns], batch)
+    elsewhere = _rests_elsewhere(columns[0]) if columns else ""
 
     def results(key: str, item: Measure) -> Tables:
         rows: Iterable[dict[str, Any]]
@@ -277,9 +305,11 @@ def _compute(
             )
         elif isinstance(item, Intervention):
             rows = item.function(model, sample, _training(subject, sample), batch)
+            if item.found:
+                rows = (row | {"variant": "_".join(filter(None, (row.get("variant"), "found")))} for row in rows)
         else:
             rows = _derived_rows(model, item, sample)
-        common = _common(subject, key, item, sample)
+        common = _common(subject, key, item, sample, elsewhere if takes_positions(item) and not item.found else "")
         tables = records(common | row for row in rows), records((common | r for r in samples), SAMPLE_COLUMNS)
         for reduction in streamed.get(key, ()):
             reduction.parts.clear()  # an experiment may need the memory
@@ -288,16 +318,36 @@ def _compute(
     return distributed.scatter({key: partial(results, key, item) for key, item in missing.items()})
 
 
-def _common(subject: Subject, key: str, item: Measure, sample: Sample) -> dict[str, Any]:
+def _rests_elsewhere(columns: Reduction) -> str:
+    """Return the head that attends most to a position other than the first, if it attends less to that; else empty."""
+    most = (FOUND_EXCESS, "")
+    for layer, folds in columns.parts.items():
+        total = ColumnExcess()
+        for fold in folds:
+            total.merge(fold)
+        for head, excess in enumerate(total.result()):
+            position = max(range(len(excess)), key=excess.__getitem__, default=0)
+            if position and excess[position] > most[0]:
+                words = (
+                    f"of the first position only: layer {layer}, head {head} attends more to position {position} "
+                    f"({excess[position]:.0%} above uniform attention; position 0: {excess[0]:.0%})"
+                )
+                most = excess[position], words
+    return most[1]
+
+
+def _common(subject: Subject, key: str, item: Measure, sample: Sample, doubt: str = "") -> dict[str, Any]:
     """Return the columns that all rows of one measurement share."""
     weight, segments = subject.model.embed.weight, sample.segments
     lengths = [sample.ids.shape[1]] if segments is None else [len(at) for _, at in segments.documents()]
-    covered = {} if segments is None else {"left_out": round(segments.left_out, 6), "documents": len(lengths)}
+    model = subject.model
+    covered: dict[str, Any] = {} if model.foreign is None else {"coverage": model.coverage}
+    covered |= {} if segments is None else {"left_out": round(segments.left_out, 6), "documents": len(lengths)}
     origin = provenance(
         reading=item.reading, key=key, weights=subject.weights, data=sample.hash, version=item.version,
         assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
         device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
-        **_doubt(item, sample), **covered,
+        **({"doubt": doubt} if doubt else _doubt(item, sample)), **covered,
     )  # fmt: skip
     shared = {"metric": item.name, "data": sample.label, "T": max(lengths), "provenance": origin}
     return subject.axes | shared

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.metrics.base import harmonic, metric, wide
+from workbench.metrics.found_sinks import found_mass, sink_positions
 from workbench.statistics.sinks import SINK_MASS
 
 
@@ -244,13 +245,20 @@ def norm_weighted_importance(
     unit="share of heads", range="0..1", reading="higher: more heads are sinks", min_length=64,
     source="Gu et al. 2024, arXiv 2410.10781 (T = 64, threshold 0.3, first token)", controls={"uniform_causal": lambda T: 0.0},
 )  # fmt: skip
-def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
+def sink_rate(
+    sink: Float[Tensor, "batch head pos"],
+    received: Float[Tensor, "batch head pos"] | None = None,
+    row_max: Float[Tensor, "batch head pos"] | None = None,
+    *,
+    positions: str = "first",
+) -> Float[Tensor, " batch"]:
     """Fraction of a layer's heads that give the first token more than 0.3 of their attention on average.
 
     alpha = mean over queries i = 1..64 of A_i1; a head counts if alpha > 0.3. The first 64 positions are used at any length,
-    because the rate falls with T (uniform causal attention has alpha 0.074 there). Caution: a fraction of heads, not of mass.
+    because the rate falls with T (uniform causal attention has alpha 0.074 there). With positions `found`, alpha is the head's
+    `sink_mass` of found positions at the document's length. Caution: a fraction of heads, not of mass.
     """
-    alpha = sink[..., :64].mean(-1)
+    alpha = sink[..., :64].mean(-1) if positions == "first" else sink_mass(sink, received, row_max, positions=positions)
     return (alpha > SINK_MASS).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
 
 
@@ -258,9 +266,22 @@ def sink_rate(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, " batch"]:
     unit="share", range="0..1", reading="higher: stronger sink", source="Xiao et al. 2023 (attention sinks)", min_length=2,
     controls={"uniform_causal": lambda T: (harmonic(T) - 1.0) / (T - 1)},
 )  # fmt: skip
-def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
-    """Mean attention of the queries after the first to position 0."""
-    return sink[..., 1:].mean(-1)
+def sink_mass(
+    sink: Float[Tensor, "batch head pos"],
+    received: Float[Tensor, "batch head pos"] | None = None,
+    row_max: Float[Tensor, "batch head pos"] | None = None,
+    *,
+    positions: str = "first",
+) -> Float[Tensor, "batch head"]:
+    """Mean attention of the queries after the first to position 0.
+
+    With positions `found`: to all positions of the head that `sink_positions` detects in the document, 0 without one.
+    """
+    if positions == "first":
+        return sink[..., 1:].mean(-1)
+    if received is None or row_max is None:
+        raise BadData("positions='found' needs received attention and row maxima")
+    return found_mass(received, sink_positions(received, row_max)).sum(-1)
 
 
 @metric(

@@ -56,6 +56,8 @@ class Metric:
     """Maps ids [batch, pos] to the reason why the numbers have no meaning on them, or to ""; shown under their figures."""
     ahead: Callable[[Tensor], Mapping[str, Any]] | None = None
     """Maps all ids [batch, pos] of a measurement to options with which an accumulator stores less for the same result."""
+    found: bool = False
+    """Whether it reads the positions where heads rest (`positions="found"`) instead of the first one."""
 
     @property
     def name(self) -> str:
@@ -71,11 +73,13 @@ class Metric:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names of the required arguments; `vectors` is replaced by every one of `sites`."""
-        return tuple(p.name for p in self._parameters() if p.default is p.empty)
+        return tuple(p.name for p in self._parameters() if p.default is p.empty or self.found)
 
     @property
     def optional(self) -> tuple[str, ...]:
         """Names of the arguments with a default of None, which are passed if a model has them."""
+        if takes_positions(self):
+            return ()
         return tuple(p.name for p in self._parameters() if p.default is not p.empty)
 
     def _parameters(self) -> list[inspect.Parameter]:
@@ -95,6 +99,11 @@ class Metric:
         """Return the names of the activations among the arguments, for one site."""
         named = (site if a == "vectors" else a for a in self.arguments)
         return tuple(a for a in named if a in ACTIVATIONS and a is not None)
+
+
+def takes_positions(item: Any) -> bool:
+    """Return whether a metric or an experiment is of the first position, and can be of those found (`positions`)."""
+    return "positions" in inspect.signature(item.function).parameters
 
 
 METRICS: dict[str, Metric] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from workbench.errors import BadData
 from workbench.metrics.base import metric, wide
+from workbench.metrics.found_sinks import sink_positions
 
 COLUMNS = 64  # of vectors that are widened at a time
 
@@ -29,10 +32,27 @@ def value_norm(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "bat
     unit="ratio", range="> 0, 1 = none", reading="lower: the first token's value is drained", min_length=2,
     source="Guo et al. 2024, arXiv 2410.13835; Zhou et al. 2024", sites=("v", "own_v"), controls={"none": lambda T: 1.0},
 )  # fmt: skip
-def value_drain(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, " batch"]:
-    """Norm of the first position's value over the median norm of the others: ||v_0|| / median over t > 0 of ||v_t||."""
+def value_drain(
+    vectors: Float[Tensor, "batch pos *width"],
+    received: Float[Tensor, "batch head pos"] | None = None,
+    row_max: Float[Tensor, "batch head pos"] | None = None,
+    *,
+    positions: str = "first",
+) -> Float[Tensor, " batch"]:
+    """Norm of the first position's value over the median norm of the others: ||v_0|| / median over t > 0 of ||v_t||.
+
+    With positions `found`: mean norm over the positions on which a head of the layer rests (`sink_positions`), over the median of
+    the other positions. Documents without such a position do not count.
+    """
     norms = wide(vectors.flatten(2)).norm(dim=-1)
-    return norms[:, 0] / norms[:, 1:].quantile(0.5, dim=-1)
+    if positions == "first":
+        return norms[:, 0] / norms[:, 1:].quantile(0.5, dim=-1)
+    if received is None or row_max is None:
+        raise BadData("positions='found' needs received attention and row maxima")
+    at = sink_positions(received, row_max).any(1)
+    others = norms.masked_fill(at, math.nan).nanquantile(0.5, dim=-1)
+    ratio = torch.where(at, norms, 0).sum(-1) / at.sum(-1) / others
+    return ratio.nan_to_num(nan=math.inf).where(at.any(-1), math.nan)  # NaN means: no such position
 
 
 @metric(

@@ -48,7 +48,7 @@ from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.executions import LOOKUP
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.value_paths import ValuePath, mixture_of, sharing_note, value_path_table
-from workbench.observing.summary import describe, missing_hooks, site_table
+from workbench.observing.summary import coverage, describe, missing_hooks, site_table
 
 if TYPE_CHECKING:
     from workbench.models.activation_cache import Cache
@@ -479,9 +479,14 @@ class Observed(HookedModel):
         blocks: Any = self.blocks
         return site_table(self.structure, [block.mixture for block in blocks])
 
+    @property
+    def coverage(self) -> str:
+        """Share of the module's layers, attention and parameters that has hook points, in a line."""
+        return coverage(self.foreign, self.structure)
+
     def __repr__(self) -> str:
         name = f"{type(self.foreign).__name__}: {self.architecture}"
-        return describe(name, self.structure, self.sites, self.fitted_paths, self.notes)
+        return describe(name, self.structure, self.sites, self.fitted_paths, [*self.notes, self.coverage])
 
     def _repr_html_(self) -> str:
         shown = value_path_table(self.fitted_paths)._repr_html_()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
+from torch import nn
 
 from workbench.names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
@@ -136,6 +138,43 @@ def missing_hooks(table: pd.DataFrame) -> dict[str, str]:
     rows = zip(missing["site"], missing["layer"], missing["note"], strict=True)
     hooks = [(ACTIVATIONS[str(site)].hook, layer, str(note)) for site, layer, note in rows]
     return {hook.format(layer=layer): note for hook, layer, note in hooks if hook}
+
+
+def coverage(module: nn.Module, structure: DecoderStructure) -> str:
+    """Return in a line which share of a module's layers, attention and parameters has hook points, and which parts have none."""
+    layers, parameters = structure.layers, dict(module.named_parameters())
+    inside = {name for layer in layers for name in (layer.inline or (layer.block,))}
+    ends = {end.module for end in (structure.embed, structure.head) if end is not None}
+    ends |= {structure.embed.parameter} if structure.embed is not None else set()
+    stacks = {layer.block.rpartition(".")[0] for layer in layers if not layer.inline}
+    total, experts, outside = 0, 0, Counter[str]()
+    for name, parameter in parameters.items():
+        total += (size := parameter.numel())
+        if place := _longest_part(name, inside | ends):
+            experts += size if place in inside and parameter.ndim == 3 else 0
+            continue
+        stack = _longest_part(name, stacks)
+        number = name.removeprefix(f"{stack}.").partition(".")[0]
+        is_block = bool(stack) and number.isdecimal()
+        outside[f"{stack}.{number}, which did not run" if is_block else name.removesuffix(".weight")] += size
+    read, unread = [layer for layer in layers if layer.is_read], [str(i) for i, x in enumerate(layers) if not x.is_read]
+    streamed, total = sum(layer.attention.has_statistics for layer in read), max(total, 1)
+    parts = [
+        f"Coverage: attention of {len(read)} of {len(layers)} layers, its statistics in {streamed}",
+        f"no readable attention in {', '.join(unread)}" if unread else "",
+        f"{1 - outside.total() / total:.1%} of {total:,} parameters are in observed blocks, the embedding or the head",
+        f"{experts / total:.1%} are fused 3-D weights (experts), seen only through their layer's output"
+        if experts
+        else "",
+    ]
+    large = [f"{name} ({n / total:.1%})" for name, n in outside.most_common(3) if n >= 0.001 * total]
+    parts.append(f"outside: {', '.join(large)}" if large else "")
+    return f"{'; '.join(filter(None, parts))}."
+
+
+def _longest_part(name: str, prefixes: Iterable[str]) -> str:
+    """Return the longest of the module names that a parameter's name begins with; empty without one."""
+    return max((p for p in prefixes if p and (name == p or name.startswith(f"{p}."))), key=len, default="")
 
 
 def describe(

@@ -219,7 +219,12 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     partial = dict.fromkeys(
         map(left_out, (text for text in measured["provenance"].dropna().unique() if '"left_out":' in text))
     )
-    return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra) if s), 125)
+    shown = dict.fromkeys(
+        facts(text)["coverage"].rstrip(".")
+        for text in measured["provenance"].dropna().unique()
+        if '"coverage":' in text
+    )
+    return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra, *shown) if s), 125)
 
 
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:

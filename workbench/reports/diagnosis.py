@@ -7,14 +7,14 @@ last sentence weighs what speaks for and against, and names the experiment that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from workbench.models.registry import ARCHITECTURES
-from workbench.statistics.sinks import SINK_MASS
+from workbench.statistics.sinks import FOUND_MOST, SINK_MASS
 
 PUBLISHED = (
     "published gain of ResFormer -0.027 to -0.032 nats (about 1 %) at 82M to 468M parameters, one seed (Zhou et al. 2024); "
@@ -28,6 +28,10 @@ UNLEARNED = 1e-3  # nats: what values do of which no share is to be spoken of
 NOTHING = 1e-4  # nats: a distance from uniform attention that has no parts to speak of
 _NOT_REPLACED = "Replacing all later layers' own values was not measured."
 _NO_OWN = "No layer after the first has values of its own."
+ALMOST, SECONDARY = 0.8, 0.05  # share of a sink that is named; least share of a head that a later token holds
+OTHERS = " and others"
+TokenName = Callable[[int], str]
+TOKEN: TokenName = "token {}".format
 DRAINED = 0.5  # first token's value norm over the others' median
 
 
@@ -102,38 +106,100 @@ def concentration_text(frame: pd.DataFrame) -> str:
     )
 
 
-def sinks_text(frame: pd.DataFrame) -> str:
-    """Return the number of sink heads, and whether the first token's value is drained there."""
+def sinks_text(frame: pd.DataFrame, token: TokenName = TOKEN) -> str:
+    """Return the number of sink heads, at the first position and at any, and whether the values there are drained.
+
+    Args:
+        frame: Records of the model.
+        token: Name of a token id.
+    """
     mass = _finite(_at(frame, "sink_mass"))
     even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])["value"]
-    heads = mass[mass["head"].notna()]
+    heads = mass[mass["head"].notna() & mass["variant"].isna()]
     if heads.empty:
         return "Not measured: this model's attention gives no statistics."
     strong, rest = heads[heads["value"] > SINK_MASS], _null(frame)
     top = heads.sort_values("value").iloc[-1]
     floor = f"; uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
+    anywhere = _anywhere(frame, token)
     if strong.empty:
+        lead = "The first token is no sink" if _rests(frame) else "There is no sink to drain"
         return (
-            f"There is no sink to drain: the strongest head ({place}) gives the first token "
-            f"{_percent(top['value'], top['se'])} of its attention{floor}; a sink here means more than {SINK_MASS:.0%}.{rest}"
+            f"{lead}: the strongest head ({place}) gives the first token "
+            f"{_percent(top['value'], top['se'])} of its attention{floor}; a sink here means more than {SINK_MASS:.0%}.{anywhere}{rest}"
         )
-    layers = sorted({int(n) for n in strong["layer"]})
-    drain = _drain(frame)
-    drain = drain[drain["layer"].isin(layers)].sort_values("value")
-    drained = "their values were not measured"
-    if len(drain):
-        worst, verdicts = drain.iloc[0], [_drained(row) for row in drain.to_dict("records")]
-        drained = (
-            f"{verdicts[0]}: the first token's value has {pm(worst['value'], worst['se'])} times the others' median norm in layer "
-            f"{int(worst['layer'])} (1 = none, drained below {DRAINED}){_at_init(frame, _drain(frame, last=False), worst['layer'])}"
-        )
-        if len(drain) > 1:
-            drained += f"; {verdicts.count('drained')} of {len(drain)} layers with sinks are drained"
+    drained = _drain_text(frame, _drain(frame), {int(n) for n in strong["layer"]}, "the first token's value has")
     return (
         f"{len(strong)} of {len(heads)} heads give the first token more than {SINK_MASS:.0%} of their attention (strongest "
-        f"{_percent(top['value'], top['se'])}, {place}{floor}); {drained}.{rest}"
+        f"{_percent(top['value'], top['se'])}, {place}{floor}); {drained}.{anywhere}{rest}"
     )
+
+
+def _drain_text(frame: pd.DataFrame, drain: pd.DataFrame, layers: set[int], whose: str) -> str:
+    """Return whether values at sinks of these layers are drained, with the smallest ratio."""
+    drain = drain[drain["layer"].isin(layers)].sort_values("value")
+    if drain.empty:
+        return "their values were not measured"
+    worst, verdicts = drain.iloc[0], [_drained(row) for row in drain.to_dict("records")]
+    before = _drain(frame, last=False) if pd.isna(worst["variant"]) else drain.head(0)
+    text = (
+        f"{verdicts[0]}: {whose} {pm(worst['value'], worst['se'])} times the others' median norm in layer "
+        f"{int(worst['layer'])} (1 = none, drained below {DRAINED}){_at_init(frame, before, worst['layer'])}"
+    )
+    return text + (
+        f"; {verdicts.count('drained')} of {len(drain)} layers with sinks are drained" if len(drain) > 1 else ""
+    )
+
+
+def _anywhere(frame: pd.DataFrame, token: TokenName) -> str:
+    """Return the heads that rest on any few positions, with positions and tokens; empty if these were not sought."""
+    shares = _finite(_at(frame, "found_sinks"))
+    heads = shares[shares["variant"].isna()].sort_values("value")
+    if heads.empty:
+        return ""
+    top, strong = heads.iloc[-1], heads[heads["value"] > SINK_MASS]
+    most = f"{_percent(top['value'], top['se'])}, layer {int(top['layer'])}, head {int(top['head'])}"
+    if strong.empty:
+        return f" No other position is one either: few positions of a head hold at most {most}."
+    where = sink_names(_of_head(shares, top), token)
+    kind = (
+        "" if _rests(frame) else "; these differ between documents, as where heads find tokens again, and are no sink"
+    )
+    text = f" At any position: {len(strong)} of {len(heads)} heads rest on {FOUND_MOST} positions at most (strongest {most}: {where}{kind})"
+    if where != "position 0":
+        drain = _drain(frame, variant="found")
+        text += f"; {_drain_text(frame, drain, {int(n) for n in strong['layer']}, 'values there have')}"
+    others = shares[shares["variant"].str.startswith("token ").fillna(False) & (shares["value"] >= SECONDARY)]
+    largest = others.groupby("variant", observed=True)["value"].max().sort_values(ascending=False).head(3)
+    named = [f"{token(int(str(name).split()[-1]))} (up to {share:.0%} of a head)" for name, share in largest.items()]
+    return text + (f". Later in a document, sinks are {', '.join(named)}." if named else ".")
+
+
+def _of_head(shares: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
+    return shares[(shares["layer"] == row["layer"]) & (shares["head"] == row["head"])]
+
+
+def _rests(frame: pd.DataFrame) -> bool:
+    """Return whether some head rests on few positions or tokens that are the same in most documents."""
+    shares = _finite(_at(frame, "found_sinks"))
+    heads = shares[shares["variant"].isna() & (shares["value"] > SINK_MASS)]
+    return any(not sink_names(_of_head(shares, row)).endswith(OTHERS) for _, row in heads.iterrows())
+
+
+def sink_names(shares: pd.DataFrame, token: TokenName = TOKEN) -> str:
+    """Return where one head rests, from its rows of `found_sinks`: positions if these hold 80 % of it, otherwise tokens."""
+    total = float(shares[shares["variant"].isna()]["value"].iloc[0])
+    for kind in ("position", "token"):
+        rows = shares[shares["variant"].str.contains(f"{kind} ").fillna(False)].sort_values("value", ascending=False)
+        rows = rows[rows["value"].cumsum().shift(fill_value=0) < ALMOST * total].head(FOUND_MOST)
+        names = [str(name) for name in rows["variant"]]
+        if kind == "position" and rows["value"].sum() >= ALMOST * total:
+            numbers = sorted(int(name.split()[-1]) for name in names)
+            return f"position{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
+    words = ("the first " * name.startswith("first ") + token(int(name.split()[-1])) for name in names)
+    more = "" if rows["value"].sum() >= ALMOST * total else OTHERS
+    return ", ".join(words) + more
 
 
 def _drained(row: Mapping[Any, Any]) -> str:
@@ -152,9 +218,9 @@ def _null(frame: pd.DataFrame) -> str:
     return f" Heads can also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {most}."
 
 
-def _drain(frame: pd.DataFrame, *, last: bool = True) -> pd.DataFrame:
+def _drain(frame: pd.DataFrame, *, last: bool = True, variant: str | None = None) -> pd.DataFrame:
     rows = _finite(_at(frame, "value_drain", last=last))
-    rows = rows[rows["variant"].isna()]
+    rows = rows[rows["variant"].isna() if variant is None else rows["variant"] == variant]
     own = rows[rows["site"] == "own_v"]
     return own if (own["layer"] > 0).any() or rows["site"].ne("v").all() else rows[rows["site"] == "v"]
 
@@ -244,7 +310,7 @@ def residual_text(frame: pd.DataFrame, path: str | None = None) -> str:
     for_it, against, low = _of_values(change)
     mass = _finite(_at(frame, "sink_mass"))["value"]
     if len(mass):
-        sinks_there = float(mass.max()) > SINK_MASS
+        sinks_there = float(mass.max()) > SINK_MASS or _rests(frame)
         sides, reason = (
             (for_it, "there are sinks, which the published models lose"),
             (against, "there are no sinks to remove"),

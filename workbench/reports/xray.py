@@ -27,9 +27,19 @@ from workbench.names import ACTIVATIONS
 from workbench.plots.browser import screenshot
 from workbench.plots.experiments import after_the_first
 from workbench.plots.page import Page, heading, numbers_html, paragraph
-from workbench.reports.diagnosis import concentration_text, pm, residual_text, sinks_text, token_share_text
+from workbench.reports.diagnosis import (
+    ALMOST,
+    TOKEN,
+    TokenName,
+    concentration_text,
+    pm,
+    residual_text,
+    sinks_text,
+    token_share_text,
+)
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model
+from workbench.statistics.sinks import FOUND_LENGTH, SINK_MASS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
     from workbench.data.sources import Sample
 
 METRICS = (
-    "loss", "concentration_parts", "sink_mass", "sink_rate", "value_drain", "hidden_peak", "token_identity_share",
+    "loss", "concentration_parts", "sink_mass", "sink_rate", "found_sinks", "value_drain", "hidden_peak", "token_identity_share",
     "deep_value_ablation",
 )  # fmt: skip
 TOGETHER, BY_LAYER = "deep_value_ablation", "value_ablation"
@@ -46,7 +56,7 @@ SITES = {"token_identity_share": ("own_v", "v")}
 DOCUMENTS = 32
 BATCH, LOGITS = 8, 1 << 24
 """Documents at a time, and logits at most, which of a large vocabulary are the largest tensor of all."""
-SHORT = "sink_rate"  # needs 64 tokens
+SHORTEST = {"sink_rate": 64, "found_sinks": FOUND_LENGTH}  # tokens of a document that a measure needs
 NEEDED = ("concentration_parts", "sink_mass", "value_drain", "token_identity_share", TOGETHER)
 WIDTH, HEIGHT = 1400, 1400
 
@@ -69,9 +79,12 @@ class XRay:
     answers: tuple[Answer, ...]
     records: pd.DataFrame
     command: str
+    coverage: str = ""
+    """What an observed module shows of itself, in a line."""
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{a.question}\n{a.sentence}" for a in self.answers)
+        parts = [f"{a.question}\n{a.sentence}" for a in self.answers]
+        return "\n\n".join([*parts, self.coverage] if self.coverage else parts)
 
     def _repr_html_(self) -> str:
         answers = {a.question: a.sentence for a in self.answers}
@@ -92,7 +105,8 @@ class XRay:
 
     def _page(self) -> Page:
         page = Page(f"X-ray of {self.subject}", wide=True)
-        page.add(heading(page.title, 1), paragraph(self._measured_on(), "small"), '<div class="four">')
+        page.add(heading(page.title, 1), paragraph(self._measured_on(), "small"))
+        page.add(*([paragraph(self.coverage, "small")] if self.coverage else []), '<div class="four">')
         for a in self.answers:
             figure = page.figure(plots.narrow(a.figure))
             page.add(f"<section>{figure}{paragraph(a.sentence)}{numbers_html(a.records)}</section>")
@@ -112,6 +126,11 @@ class XRay:
             return of
         here = loss.iloc[0]
         return f"{of} Loss here {pm(here['value'], here['se'], 3)} nats per token."
+
+
+def measurable(T: int) -> list[str]:
+    """Return the measures of an X-ray that documents of T tokens allow."""
+    return [name for name in METRICS if SHORTEST.get(name, 0) <= T]
 
 
 def xray(
@@ -134,7 +153,7 @@ def xray(
         n: documents, T: tokens per document. progress: called with the current metric. announce: called with the cost before the start.
         layers: values are also replaced layer by layer, by a table of more tokens: two passes for each layer and some more.
 
-    Runs the model at most six times on the documents, unless `layers` asks for more. Measures that a model does not expose
+    Runs the model at most seven times on the documents, unless `layers` asks for more. Measures that a model does not expose
     get an answer with the reason. Raises `BadData` where the model has neither tokenizer nor data.
     """
     # torch and TransformerLens, which a page of stored records does not need
@@ -145,8 +164,8 @@ def xray(
         f" --documents {n}" if n != DOCUMENTS else ""
     )
     given += (f" --length {T}" if T else "") + (" --layers" if layers else "")
-    length, data = _length(subject, T, data), _data(subject, data, n, T)
-    names = [BY_LAYER if layers and m == TOGETHER else m for m in METRICS if m != SHORT or length >= 64]
+    length, data = _length(subject, T, data), xray_data(subject, data, n, T)
+    names = [BY_LAYER if layers and m == TOGETHER else m for m in measurable(length)]
     if _no_loss(subject, data):
         names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]
     if any(name.endswith(".hook_null") for name in getattr(subject, "hook_dict", ())):
@@ -159,10 +178,35 @@ def xray(
         plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
     once = partial(measure, subject, data=data, n=n, T=T, batch=_batch(subject, length), sites=SITES)
     frame = _measured(once, plan, progress)
+    if sinks_elsewhere(frame):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotMeasured)
+            frame = pd.concat([frame, once(metrics="value_drain", positions="found")], ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
-    found = answers(frame, _reasons(subject, data), _value_paths(subject))
-    return XRay(name, tuple(found), frame, f"workbench xray {where}{given}")
+    found = answers(frame, _reasons(subject, data), _value_paths(subject), token_name(subject))
+    return XRay(name, tuple(found), frame, f"workbench xray {where}{given}", _coverage(subject))
+
+
+def _coverage(subject: Any) -> str:
+    """The share of an observed module that the answers cover, in a line; empty for our models."""
+    return "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)
+
+
+def sinks_elsewhere(frame: pd.DataFrame) -> bool:
+    """Return whether a head rests on few positions of which the first holds less than 80 %."""
+    last = frame[(frame["step"].isna() | (frame["step"] == frame["step"].max())) & frame["variant"].isna()]
+    mass, sought = (
+        last[(last["metric"] == name) & last["control"].isna()].set_index(["layer", "head"])["value"].astype(float)
+        for name in ("sink_mass", "found_sinks")
+    )
+    return bool(((sought > SINK_MASS) & (mass.reindex(sought.index) < ALMOST * sought)).any())
+
+
+def token_name(subject: Any) -> TokenName:
+    """Return a function that quotes a token id's text, or gives the id without a tokenizer."""
+    tokenizer = subject.tokenizer
+    return TOKEN if tokenizer is None else lambda token: repr(tokenizer.decode([token])) + f" (id {token})"
 
 
 def _measured(
@@ -207,20 +251,23 @@ READS = {"concentration": ("received",), "sinks": ("sink",), "token_share": ("ow
 """What a question asks of a layer."""
 
 
-def answers(frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path: str | None = None) -> list[Answer]:
+def answers(
+    frame: pd.DataFrame, reasons: Mapping[str, str] | None = None, path: str | None = None, token: TokenName = TOKEN
+) -> list[Answer]:
     """Answer the four questions from records of one model, at its last step and, where there, at step 0.
 
     Args:
         frame: Records of the model.
         reasons: Why a question has no records, by question.
         path: Value paths that were found in the model's numbers, in words; None where they are unknown.
+        token: Name of a token id.
     """
+    written = SENTENCES | {"sinks": partial(sinks_text, token=token), "residual": partial(residual_text, path=path)}
     found = []
     for name, question in QUESTIONS.items():
         rows = rows_of(name, frame)
         why = "" if _shown(name, rows) else (reasons or {}).get(name, "")
-        sentence = residual_text(frame, path) if name == "residual" else SENTENCES[name](frame)
-        found.append(Answer(question, sentence + why, drawn(name, rows), rows))
+        found.append(Answer(question, written[name](frame) + why, drawn(name, rows), rows))
     return found
 
 
@@ -330,7 +377,7 @@ def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
 
     n = n if data is None else len(data.ids)
     depth = (subject.model if isinstance(subject, Run) else subject.config).n_layers
-    passes = (3 * depth + 5 if layers else 5) + _has_init(subject)
+    passes = (3 * depth + 6 if layers else 6) + _has_init(subject)
     more = f" and over {TABLE_TOKENS:,} tokens of training text" if layers else ""
     cost = f"{passes} passes at most over {n} documents of {T} tokens{more}"
     if isinstance(subject, Run):
@@ -369,7 +416,7 @@ class _Halves:
         return Sample(half, list(range(len(half))), "given ids", "ids", self)
 
 
-def _data(subject: Any, data: Any, n: int, T: int | None) -> Any:
+def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     """Return the data to measure on, with training documents for the table of token means."""
     import torch
 

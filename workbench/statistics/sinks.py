@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 SINK_MASS = 0.3  # mean attention to position 0 above which a head is a sink (Gu et al. 2024, arXiv 2410.10781)
+FOUND_EXCESS, FOUND_P, FOUND_QUERIES = 0.1, 0.01, 0.25
+"""Of a detected sink: least mean attention above uniform, largest p-value a head and document, least share of queries that see it."""
+FOUND_MOST, FOUND_LENGTH = 4, 16  # positions of a head that are detected at most; fewest tokens of a document
 NO_OP, BROADCAST, ALIKE = 0.2, 0.5, 0.5  # this project's: greatest ratio, least ratio, greatest spread
 
 

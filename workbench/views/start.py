@@ -55,7 +55,7 @@ def missing(source: Source, subject: RunAtStep) -> list[str]:
 
 def xray_plan(entry: Entry, step: int) -> list[tuple[int, str]]:
     """Return the (step, measure) of an X-ray, at the step and at random init."""
-    names = [n for n in xrays.METRICS if n != xrays.SHORT or Run.open(entry.path).train.T >= 64]
+    names = xrays.measurable(Run.open(entry.path).train.T)
     at_init = [n for n in names if n != xrays.TOGETHER] if step and 0 in entry.steps else []
     return [(step, n) for n in names] + [(0, n) for n in at_init]
 
@@ -78,7 +78,7 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
             raise WorkbenchError(f"{subject.title}: not measured yet: {', '.join(n.replace('_', ' ') for n in absent)}")
     frames = xrays.comparable([xray_records(source, s).assign(architecture=s.entry.series) for s in subjects])
     sentence = " ".join(
-        (f"{s.tag}: " if s.tag else "") + xrays.SENTENCES[name](f) for s, f in zip(subjects, frames, strict=True)
+        (f"{s.tag}: " if s.tag else "") + _sentence(name, s, f) for s, f in zip(subjects, frames, strict=True)
     )
     parts = [xrays.rows_of(name, frame) for frame in frames]
     figures = [(s.title, xrays.drawn(name, rows)) for s, rows in zip(subjects, parts, strict=True)]
@@ -92,6 +92,13 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
     named = [p.assign(architecture=s.series) for s, p in zip(subjects, parts, strict=True)]
     table = pd.concat([*named, minus], ignore_index=True)
     return Drawing(plots.beside(figures, str(figures[0][1].layout.title.text)), table, sentence)
+
+
+def _sentence(name: str, subject: RunAtStep, frame: pd.DataFrame) -> str:
+    """Return the sentence of an X-ray, with the run's own names of tokens."""
+    if name == "sinks" and (frame["metric"] == "found_sinks").any():
+        return xrays.sinks_text(frame, xrays.token_name(Run.open(subject.entry.path)))
+    return xrays.SENTENCES[name](frame)
 
 
 @view("start")
@@ -400,7 +407,7 @@ def forming(source: Source, link: Link) -> Drawing:
     """The strongest head per run over training: attention to the start token, its value's norm, and concentration."""
     check_part(link, "demo")
     frame = sink_records(source)
-    mass = frame[(frame["metric"] == "sink_mass") & frame["control"].isna()]
+    mass = frame[(frame["metric"] == "sink_mass") & frame["control"].isna() & frame["variant"].isna()]
     if mass.empty:
         raise WorkbenchError("no checkpoint is measured yet; the first appears within a minute of `make demo`")
     last = mass[mass["step"] == mass.groupby("run")["step"].transform("max")]

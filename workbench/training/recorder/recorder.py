@@ -450,7 +450,8 @@ class Recorder:
             "format": FORMAT, "architecture": named.architecture if named else type(self.model).__name__,
             "options": dict(named.options) if named else {}, "seed": seed,
             "model": dataclasses.asdict(named.config) if named else shape, "data": {"kind": "recorded"},
-            "recorder": {"every": self.every, "quantities": list(self.quantities), "unavailable": self.unavailable},
+            "recorder": {"every": self.every, "quantities": list(self.quantities), "unavailable": self.unavailable}
+            | ({"coverage": named.coverage} if getattr(named, "foreign", None) is not None else {}),
             **written_now(),
         }  # fmt: skip
 
