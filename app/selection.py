@@ -91,8 +91,8 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     more = [part for part in apart[group].split(", ") if part and part not in title]
     st.caption(widgets.escaped(", ".join([title, *more])))
     if not any(e.steps for e in groups[group]):
-        recorded = all(e.kind == "recorded" for e in groups[group])
-        without = "Recordings have no checkpoints." if recorded else "No checkpoint yet."
+        kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
+        without = kinds.get(groups[group][0].kind, "No checkpoint yet.")
         st.caption(
             "Shipped with the project: records, no weights." if all(e.shipped for e in groups[group]) else without
         )

@@ -28,6 +28,7 @@ GRADIENTS = (
 LOSSES = (
     (training.validation_loss, "validation_loss", "Loss per token on held-out text. **Lower is better.**"),
     (training.relative, "validation_loss", "Loss minus that of the Transformer of the same seed."),
+    (training.by_budget, "validation_loss", "The same over tokens per parameter; grey: published runs."),
     (training.copy_loss, "copy_loss", "Loss of the tokens that repeat earlier ones."),
     (training.train_loss, "train_loss", "Loss per token on the training batches."),
 )
@@ -40,6 +41,7 @@ PARTS = {
     "pace": "Learning rate and throughput",
 }  # fmt: skip
 COEFFICIENTS = "Learned coefficients of the shortcut: the weight of each earlier output in the next block's input."
+PUBLISHED = "Right: the weights that a public training learned, of other tensors."
 LIVE = 3  # seconds between looks at runs that are being written
 
 
@@ -131,6 +133,8 @@ def _draw(link: Link, shown: str, quantities: set[str]) -> None:
         show(training.gradients_over_time, link, about=GRADIENTS)
     elif shown == "coefficients":
         show(training.learned_coefficients, link, about=COEFFICIENTS)
+        if not compared:
+            show(training.beside_published_coefficients, link, about=PUBLISHED)
     elif shown == "inside":
         show(
             training.recorded,
@@ -140,7 +144,7 @@ def _draw(link: Link, shown: str, quantities: set[str]) -> None:
     else:
         with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
             for view, quantity, about in LOSSES if shown == "loss" else PACE:
-                if quantity in quantities and not (compared and view is training.relative):
+                if quantity in quantities and not (compared and view in (training.relative, training.by_budget)):
                     show(view, link, about=about)
 
 

@@ -26,6 +26,7 @@ from workbench.storage.sync import Mirror
 RUN_FILE = "run.json"
 CONFIG, WEIGHTS, PICKLED, ADAPTER = "config.json", "model.safetensors", "pytorch_model.bin", "adapter_config.json"
 METAS = "consolidated.00.pth"  # in a folder of Meta's, beside params.json
+LOG_ONLY = "was imported from a training log: it has no weights and no known model; the Training page shows its numbers"
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
 STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
@@ -155,6 +156,7 @@ def available_steps(run: Path, description: Mapping[str, Any]) -> list[int]:
     if steps := complete_steps(run):
         return steps
     reasons = {
+        "log": LOG_ONLY,
         "recorder": "was recorded in another training loop and holds no checkpoints",
         "shipped": f"is shipped {WITHOUT}",
     }

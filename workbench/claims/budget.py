@@ -6,6 +6,8 @@ tokens per parameter, and most of that lead comes from the Transformer's short w
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -18,8 +20,8 @@ WARM_UP = 100  # steps
 
 
 def tokens_per_parameter(runs: pd.DataFrame) -> float:
-    """Return the smallest number of training tokens per parameter among runs; NaN for no runs."""
-    return float((runs["tokens"] / runs["parameters"]).min())
+    """Return the smallest number of training tokens per parameter among runs; NaN for no runs and if one is unknown."""
+    return float((runs["tokens"] / runs["parameters"]).min(skipna=False))
 
 
 def unmet(evidence: Evidence, runs: pd.DataFrame) -> str:
@@ -27,7 +29,11 @@ def unmet(evidence: Evidence, runs: pd.DataFrame) -> str:
 
     A run without a validation curve is not checked for a flat end.
     """
-    budget, warm_up = tokens_per_parameter(runs), float(runs["warmup"].min())
+    budget, warm_up = tokens_per_parameter(runs), float(runs["warmup"].min(skipna=False))
+    if unknown := [
+        n for n, x in (("training tokens per parameter", budget), ("warm-up steps", warm_up)) if math.isnan(x)
+    ]:
+        return f"unknown {' and '.join(unknown)}; `workbench import --config` states what is known of a log"
     if budget < TESTED:
         return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed{_cost(evidence, runs)}"
     if warm_up < WARM_UP:

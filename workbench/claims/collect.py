@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -100,6 +101,8 @@ def why_unusable(run: Run) -> str:
 
 def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
     """Return a run's row of `Evidence.runs`: its settings, and the name of its model with options."""
+    if run.logged:
+        return _log_facts(run, data)
     shape, recipe, described, chosen = run.model, run.train, run.info["data"], run.options
     if run.observed:
         parameters, defaults = run.info["observed"]["parameters"], json.dumps(chosen)
@@ -120,6 +123,18 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
         "study": run.info.get("shipped", {}).get("study", ""),
     }  # fmt: skip
     return {column: row[column] for column in RUN_COLUMNS}
+
+
+def _log_facts(run: Run, data: Any) -> dict[str, Any]:
+    """The row of a training log: what the user said of its training; all else is null, which equals only other unknowns."""
+    log = run.info["log"]
+    known = log["known"]
+    row = {
+        **known, "run": run.name, "architecture": run.architecture, "model": run.architecture, "seed": run.seed, "options": "{}",
+        "data": str(data if data is not None else known.get("data", f"log {log['experiment']}")), "bos": False, "task": "text",
+        "tokens": known.get("tokens_per_step", math.nan) * log["last"], "steps": log["last"], "study": "",
+    }  # fmt: skip
+    return {column: row.get(column, "unknown" if column == "optimiser" else math.nan) for column in RUN_COLUMNS}
 
 
 @cache

@@ -64,7 +64,7 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
 def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
     """ResFormer and SVFormer concentrate attention less in deep layers, beyond what their lower loss implies."""
     pair = evidence.of_task("text").comparable("transformer", METHODS)
-    depth = int(pair.runs["n_layers"].max())
+    depth = pair.fact("n_layers")
 
     def measured() -> dict[str, Interval]:
         now = pair.rows("importance_entropy", variant="deficit")
@@ -102,7 +102,7 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
     part = evidence.of_runs(evidence.runs.merge(setting, on=list(SETTING)))
     if part.runs.empty:
         return pd.DataFrame()
-    deep, keys = int(part.runs["n_layers"].max()), ["run", "architecture", "seed", "step"]
+    deep, keys = part.fact("n_layers"), ["run", "architecture", "seed", "step"]
     wanted = {
         "entropy deficit, deep layers": ("mean", {"metric": "importance_entropy", "variant": "deficit"}),
         "sink mass, strongest head": ("max", {"metric": "sink_mass"}),

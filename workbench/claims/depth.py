@@ -66,7 +66,7 @@ def richer_values(evidence: Evidence) -> Verdict:
 def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
     """With the first layer's values supplied, own values of deep layers act as a correction."""
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
-    model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
+    model, depth = pair.first_of(RESFORMERS), pair.fact("n_layers")
     if depth < 4:
         raise InsufficientEvidence(f"Needs 4 layers at the least, these models have {depth}.")
     similar = pair.rows("layer_similarity", site="own_v", variant="cka")

@@ -86,6 +86,15 @@ class Evidence:
     def _names(self) -> frozenset[str]:
         return frozenset(self.runs["run"])
 
+    def fact(self, column: str) -> int:
+        """Return the largest value of a setting over the runs; raises `InsufficientEvidence` (not tested) if one is unknown."""
+        values = self.runs[column]
+        if values.isna().any():
+            words = {"n_layers": "number of layers", "T": "sequence length"}.get(column, column)
+            what = f"unknown {words}; `workbench import --config {column}=N` states it of a training log"
+            raise InsufficientEvidence(f"Needs the {words} of every run.", "gated", scope=what)
+        return int(values.max())
+
     def of_runs(self, runs: pd.DataFrame) -> Evidence:
         """Return the evidence of some runs."""
         return replace(self, runs=runs)
@@ -197,7 +206,7 @@ class Evidence:
         tuned = []
         for _, alike in self.runs.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
             for steps, sweep in alike.groupby("steps"):
-                by_model = sweep.groupby("model")["lr"].agg(set)
+                by_model = sweep.dropna(subset="lr").groupby("model")["lr"].agg(set)
                 tried = by_model[by_model.map(len) >= RATES]
                 shared = set.intersection(*tried) if len(tried) else set()
                 others = alike[(alike["steps"] != steps) & alike["model"].isin(tried.index)]

@@ -12,7 +12,8 @@ from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
 from workbench.claims.concentration import against_loss
 from workbench.claims.evidence import TELEMETRY
-from workbench.claims.verdict import corrected
+from workbench.claims.published import differences_by_budget, published_differences
+from workbench.claims.verdict import InsufficientEvidence, corrected
 from workbench.errors import UnknownName, WorkbenchError
 
 
@@ -66,9 +67,19 @@ def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go
     if metric is None:
         return nothing
     if metric == "against_loss":
-        rows = against_loss(evidence, verdict.runs)
+        try:
+            rows = against_loss(evidence, verdict.runs)
+        except InsufficientEvidence:  # of training logs
+            return nothing
         return (plots.against_loss_figure(rows), rows) if len(rows) else nothing
     part = evidence.of_runs(evidence.runs[evidence.runs["run"].isin(verdict.runs)])
+    if metric == "loss_difference":
+        rows = differences_by_budget(part.runs, part.curves())
+        if len(rows):
+            return plots.budget_figure(
+                rows, {model: published_differences(model) for model in rows["architecture"].unique()}
+            ), rows
+        metric = "validation_loss"
     rows = (part.telemetry if metric in TELEMETRY else part.records)(metric)
     for axis, value in shows.items():
         if value is not Ellipsis:

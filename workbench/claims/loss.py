@@ -11,6 +11,7 @@ import pandas as pd
 
 from workbench.claims.budget import TESTED, tokens_per_parameter
 from workbench.claims.evidence import Evidence, at_last_step, best_rates
+from workbench.claims.published import beside_published
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, intervals_text, listed, model_name, seeds_note, share
@@ -33,7 +34,7 @@ LARGER = 0.02  # share of more parameters, from which on a lower loss may be the
     published="-0.0272, -0.0323 and -0.0269 nats at 82M, 180M and 468M, better in 7 of 7 domains, one seed (the paper's table); by others: "
     "-0.0151 bits per byte after 1,000 steps (parameter-golf); one of 18 modifications of 20 that stay within noise, z = 0.81 "
     "(arXiv 2605.20798)",
-    source=PAPER, metrics=("loss",), steps="last", shows={"metric": "validation_loss"}, final_loss=True,
+    source=PAPER, metrics=("loss",), steps="last", shows={"metric": "loss_difference"}, final_loss=True,
 )  # fmt: skip
 def lower_loss(evidence: Evidence) -> Verdict:
     """At equal size and data a value residual ends at a lower validation loss than the vanilla Transformer."""
@@ -44,7 +45,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
     domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
     saved, reached = _reached(pair, model)
-    reached += _course(pair, model)
+    reached += _course(pair, model) + beside_published(model, tokens_per_parameter(pair.runs))
     sentence = (
         f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
         f"{len(domains)} domains{_same_documents(pair, model)}{reached}{told}; {tuning}."
@@ -74,6 +75,8 @@ class Tuning:
     edges: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if not self.rates:
+            return "learning rates unknown"
         if self.rates < RATES:
             return "one learning rate, tuned for neither"
         on = f", chosen on seed {listed(list(map(str, self.seeds)))}, which is not reported" if self.seeds else ""
@@ -96,7 +99,7 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
     names = list(dict.fromkeys([*names, *(name for name in also if name in sweep.models)]))
-    rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"]) for name in names]
+    rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"].dropna()) for name in names]
     shared = set.intersection(*rates)
     if len(shared) < RATES:
         pair = text.comparable(*wanted, control=also[0] if also else None)
@@ -342,7 +345,7 @@ def ahead_of_relatives(evidence: Evidence) -> Verdict:
         parts.append(f"minus {model_name(name)} {i} nats{seeds_note(i)}{reached}")
         shares |= saved
     missing = [f"{model_name(name)} is missing" for name in RELATIVES if name not in intervals]
-    depth = int(group.runs["n_layers"].max())
+    depth = group.fact("n_layers")
     sentence = f"Loss of {model_name(model)} {'; '.join(parts + missing)}; {tuning}; at {depth} layers (published at 8 and more)."
     doubt = missing or tuning.edges
     return judged(intervals, -1, sentence, "nats", dict.fromkeys(shares, "share"), shown=shares, doubt=doubt)

@@ -100,7 +100,7 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
         raise InsufficientEvidence("Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
             "(resformer_sparse, and with --option layers=[1,2])."
         )  # fmt: skip
-    depth = int(text.runs["n_layers"].max())
+    depth = text.fact("n_layers")
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
     units = {name: "weight per layer" for name in intervals if name.startswith("growth")}
     signs = [1 if name in units else -1 for name in intervals]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.claims import budget
@@ -70,9 +71,8 @@ class Claim:
         untested = [verdict for verdict in each if verdict.status in ("gated", *DECIDED)]
         if self.final_loss and untested and not any(math.isfinite(verdict.p) for verdict in each):
             runs = evidence.runs.set_index("run")[["tokens", "parameters"]]
-            return max(
-                untested, key=lambda v: budget.tokens_per_parameter(runs.loc[list(v.runs)])
-            )  # the longest training
+            budgets = [budget.tokens_per_parameter(runs.loc[list(v.runs)]) for v in untested]
+            return untested[int(np.argmax(np.nan_to_num(budgets, nan=-1.0)))]  # the longest training
         return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
 
     def _judge(self, evidence: Evidence) -> Verdict:

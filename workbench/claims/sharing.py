@@ -35,13 +35,13 @@ def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
     pair = evidence.of_task("text").comparable("transformer", "svformer")
     cache = pair.rows("cache_bytes")
     ratio = float(pair.by_seed(cache, "svformer").mean() / pair.by_seed(cache, "transformer").mean())
-    depth = int(pair.runs["n_layers"].max())
+    depth = pair.fact("n_layers")
     expected = (depth + 1) / (2 * depth)
     losses = pair.losses()
     rivals = pair.differences(losses, "svformer", SAME_CACHE)
     penalty = pair.difference(losses, "svformer")
     against = _minus_each(rivals) or "no GQA or CLA of the same cache to compare with"
-    size = pair.runs["parameters"].max() / 1e6
+    size = pair.fact("parameters") / 1e6
     sentence = (
         f"Cache {ratio:.4f} of the decoder's ((L + 1) / (2 L) = {expected:.4f}); loss penalty {penalty} nats{seeds_note(penalty)}; "
         f"{against}. At {size:.1f} M parameters, where the published penalty is smallest."
@@ -139,7 +139,7 @@ def _races(pair: Evidence) -> pd.DataFrame:
 def better_than_grouped_heads_at_length(evidence: Evidence) -> Verdict:
     """At equal cache SVFormer beats grouped-query and cross-layer shared heads on long sequences."""
     pair = evidence.of_task("text").comparable("svformer", SAME_CACHE)
-    losses, length = pair.losses(), int(pair.runs["T"].max())
+    losses, length = pair.losses(), pair.fact("T")
     rivals = pair.differences(losses, "svformer", SAME_CACHE)
     sentence = f"At {length:,} tokens, loss of SVFormer {_minus_each(rivals, notes=True)} nats."
     if length < LONG:

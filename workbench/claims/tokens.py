@@ -29,7 +29,7 @@ REACHED = 0.99  # of a lookup's bits, which a probe must read off the first laye
 def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
-    model, depth = pair.first_of(RESFORMERS), int(pair.runs["n_layers"].max())
+    model, depth = pair.first_of(RESFORMERS), pair.fact("n_layers")
     _refuse_weak(pair.records("token_probe"))
     intervals, scaled, said = dict[str, Interval](), dict[str, Interval](), ""
     for site, name in SITES.items():
@@ -71,7 +71,7 @@ def _refuse_weak(records: pd.DataFrame) -> None:
 def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     """In a trained vanilla model deep values need little context: the token alone supplies most of their effect."""
     mine = evidence.of_task("text").comparable("transformer").of_models(["transformer"])
-    depth = int(mine.runs["n_layers"].max())
+    depth = mine.fact("n_layers")
     change = mine.rows("value_ablation", variant=..., site="own_v")
     change = change[change["layer"].isna()]
     each = _kept(change)

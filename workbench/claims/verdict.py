@@ -88,9 +88,11 @@ class Verdict:
 class InsufficientEvidence(Exception):
     """Raised by a claim's function if the runs cannot decide; it carries the verdict."""
 
-    def __init__(self, sentence: str, status: Status = "not_checkable", table: pd.DataFrame | None = None) -> None:
+    def __init__(
+        self, sentence: str, status: Status = "not_checkable", table: pd.DataFrame | None = None, scope: str = ""
+    ) -> None:
         super().__init__(sentence)
-        self.verdict = Verdict(status, sentence, pd.DataFrame() if table is None else table)
+        self.verdict = Verdict(status, sentence, pd.DataFrame() if table is None else table, scope=scope)
 
 
 def decide(

@@ -85,6 +85,8 @@ def scope_of(runs: pd.DataFrame) -> str:
     if "rates" in runs and runs["rates"].notna().all():  # each at the best of a sweep of other seeds
         return ""
     rates = int(runs.groupby("model")["lr"].nunique().min()) if len(runs) else RATES
+    if not rates:
+        return "at an unknown learning rate"
     return "" if rates >= RATES else "at this one learning rate" if rates == 1 else f"at {rates} learning rates"
 
 

@@ -27,11 +27,20 @@ from workbench.cli.arguments import (
 
 @app.command(name="import")
 def import_checkpoints(
-    path: Annotated[str, RunOrModel(help="A checkpoint, or several: a folder, a glob, a pattern with (?P<step>...).")],
+    paths: Annotated[
+        list[str],
+        RunOrModel(
+            help="A checkpoint, or several: a folder, a glob, a pattern with (?P<step>...). Or training logs and folders of logs.",
+            metavar="PATH...",
+        ),
+    ],
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the run; default the file's or folder's name.")
     ] = None,
-    architecture: Annotated[str | None, typer.Option(help="Architecture, if the files lack it: resformer.")] = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Architecture, if the files lack it: resformer. Of logs also SETTING=NAME,RUN=NAME."),
+    ] = None,
     option: Options = None,
     config: ConfigKeys = None,
     builder: Annotated[
@@ -50,12 +59,37 @@ def import_checkpoints(
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
-    """Import checkpoints as a run, to measure it and show it on the dashboard. Files are never unpickled."""
+    """Import checkpoints as a run, or training logs as runs without weights. Files are never unpickled.
+
+    Of logs, --config states what is known of the training: parameters, tokens_per_step, warmup, lr.
+    """
     from workbench.console import note, progress
     from workbench.environment import BUILDERS
+    from workbench.errors import WorkbenchError
     from workbench.runs.importing import import_run
+    from workbench.runs.log_import import import_logs, is_log
     from workbench.runs.run import runs_folder
 
+    if all(map(is_log, paths)):
+        for option_name, value in {"option": option, "builder": builder, "key": key or None, "seed": seed}.items():
+            if value is not None:
+                raise WorkbenchError(f"--{option_name} is for checkpoints; these are training logs")
+        facts, by_setting = key_values(config, "config"), _by_setting(architecture)
+        with progress("reading") as task:
+            logs = import_logs(
+                paths, runs_folder(runs), name=name, architecture=by_setting, config=facts, progress=task
+            )
+        some = ", ".join(run.name for run in logs.runs[:6]) + (" and others" if len(logs.runs) > 6 else "")
+        line = f"runs: {len(logs.runs)} without weights in {logs.runs[0].path.parent}: {some}"
+        print_result(as_json, line, runs=[run.path for run in logs.runs], notes=list(logs.notes))
+        for told in () if as_json else logs.notes:
+            note(told)
+        return
+    if len(paths) > 1:
+        raise WorkbenchError(
+            f"{next(p for p in paths if not is_log(p))} is no training log; checkpoints are imported one path at a time"
+        )
+    (path,) = paths
     path = str(fetch(Path(path), download, revision)) if revision or download else path
     settings = key_values(option, "option")
     with progress("reading") as task:
@@ -67,6 +101,14 @@ def import_checkpoints(
     print_result(as_json, line, run=run.path, architecture=run.architecture, steps=run.steps)
     if builder:
         note(f"to open it: {BUILDERS}={builder} workbench app")
+
+
+def _by_setting(architecture: str | None) -> str | dict[str, str] | None:
+    """Return the one architecture, or the architectures by setting of `base=transformer,vr=resformer`."""
+    if architecture is None or "=" not in architecture:
+        return architecture
+    pairs = [part.rpartition("=") for part in architecture.split(",")]
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 @app.command(name="export")

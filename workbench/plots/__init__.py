@@ -24,6 +24,7 @@ from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss_figure
 from workbench.plots.output import CONFIG, alt_text, paper, table
 from workbench.plots.page import html
+from workbench.plots.published import budget_figure, coefficients_by_layer
 from workbench.plots.records import FORMS, form_of, plot
 from workbench.plots.style import (
     DETAIL,
@@ -45,7 +46,8 @@ from workbench.plots.training import coefficients_figure, gradient_map, pace_fig
 
 __all__ = [
     "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
-    "alt_text", "attention_map_figure", "attention_pair", "beside", "coefficients_figure", "colour", "compared",
+    "alt_text", "attention_map_figure", "attention_pair", "beside", "budget_figure", "coefficients_by_layer",
+    "coefficients_figure", "colour", "compared",
     "concentration_figure", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
     "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "plot",
     "race_figure",

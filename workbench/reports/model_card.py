@@ -43,7 +43,7 @@ def push_to_hub(
     """
     if (named := hub.split(repo)) is None or named[1] != hub.MAIN:
         raise BadData(f"{repo!r} is no name of a repository, as me/resformer-tiny")
-    if run.observed or run.recorded:
+    if run.observed or run.recorded or run.logged:
         raise NotCovered(f"{run.name} is not one of our models: its checkpoint is that of its own code")
     (number,) = run.resolve(step if isinstance(step, str) else [step])
     client = api or HfApi()

@@ -73,9 +73,16 @@ class Entry:
         return self.kind == "imported"
 
     @property
+    def numbers_only(self) -> str:
+        """What the run is in words if it never has checkpoints, else empty."""
+        return {"recorded": "a recording", "log": "a training log"}.get(self.kind, "")
+
+    @property
     def finished(self) -> bool:
         """True if it was trained to its recipe's last step."""
-        return self.imported or self.shipped or (self.kind != "recorded" and self.last in self.steps)
+        return (
+            self.imported or self.shipped or self.kind == "log" or (self.kind != "recorded" and self.last in self.steps)
+        )
 
     @property
     def being_written(self) -> bool:
@@ -259,6 +266,13 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
             **common, series=run.name, kind="recorded", group="recorded", title="recorded in other loops", steps=(), last=0,
             n_layers=int(run.info["model"]["n_layers"]), n_heads=0, n_ctx=0,
         )  # fmt: skip
+    if run.logged:
+        log, known = run.info["log"], run.info["log"]["known"]
+        return Entry(
+            **common, series=run.architecture, kind="log", group=f"log-{log['experiment']}", title=f"training logs {log['experiment']}",
+            steps=(), last=int(log["last"]), n_layers=int(known.get("n_layers", 0)), n_heads=0, n_ctx=0,
+            tokens=int(known.get("tokens_per_step", 0)),
+        )  # fmt: skip
     model, train, data = run.model, run.train, run.info["data"]
     kind = str(data["kind"])
     return Entry(
@@ -284,7 +298,7 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
     for entry in entries:
         kin.setdefault((entry.group, entry.architecture), []).append(entry)
     for entry in entries:
-        if entry.kind == "recorded":
+        if entry.numbers_only:
             yield entry
             continue
         options, alike = entry.options, kin[entry.group, entry.architecture]

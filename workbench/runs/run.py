@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from workbench.checkpoints.identify import (
     CONFIG,
+    LOG_ONLY,
     RUN_FILE,
     WEIGHTS,
     available_steps,
@@ -41,6 +42,11 @@ CORPORA = ".corpora"
 MAX_WHOLE = 2**53  # largest whole number that tables and pages can hold
 STUDY = "provenance.json"
 """File in a folder that holds the runs of one study."""
+LOG_FACTS = (
+    "parameters", "tokens_per_step", "data", "batch", "T", "lr", "lr_final", "warmup", "weight_decay", "n_layers", "d_model", "n_heads",
+    "d_mlp", "d_vocab",
+)  # fmt: skip
+"""What a user can say about the training of an imported log; all else is unknown."""
 PATIENCE = 0.5  # seconds a writer waits: `is_locked` holds the lock for an instant
 
 
@@ -73,11 +79,13 @@ class Run:
             raise BadCheckpoint(f"{run.path} cannot be listed: {error.strerror or error}") from error
         try:
             _ = run.architecture, run.options, run.seed, run.info["data"]["kind"]
-            _ = (
-                (run.info["recorder"]["every"], run.info["model"]["n_layers"])
-                if run.recorded
-                else (run.model, run.train)
-            )
+            if run.logged:
+                log = run.info["log"]
+                _ = int(log["last"]), dict(log["known"]), str(log["experiment"])
+            elif run.recorded:
+                _ = run.info["recorder"]["every"], run.info["model"]["n_layers"]
+            else:
+                _ = run.model, run.train
         except (KeyError, TypeError, ValueError) as error:
             raise BadCheckpoint(f"{run.path / RUN_FILE} is no run description: {error}") from error
         return run
@@ -128,12 +136,14 @@ class Run:
 
     @property
     def model(self) -> ModelConfig:
-        """Shape of the model."""
+        """Shape of the model; raises `BadCheckpoint` for a training log, whose model is unknown."""
+        self._refuse_log()
         return (ObservedConfig if self.observed else ModelConfig).of(self.info["model"])
 
     @property
     def train(self) -> TrainConfig:
-        """The recipe."""
+        """The recipe; raises `BadCheckpoint` for a training log, whose recipe is unknown."""
+        self._refuse_log()
         return TrainConfig.of(self.info["train"])
 
     @property
@@ -145,6 +155,15 @@ class Run:
     def recorded(self) -> bool:
         """True if a `Recorder` wrote it in another training loop: it has telemetry, but no recipe and no checkpoints."""
         return "recorder" in self.info
+
+    @property
+    def logged(self) -> bool:
+        """True if it was imported from a training log: it has telemetry, but no weights, and what its log lacks is unknown."""
+        return "log" in self.info
+
+    def _refuse_log(self) -> None:
+        if self.logged:
+            raise BadCheckpoint(f"{self.path} {LOG_ONLY}")
 
     @property
     def observed(self) -> bool:
@@ -159,7 +178,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """True if the recipe's last step has its checkpoint, or if the recorder has ended."""
-        if "imported" in self.info or self.shipped:
+        if "imported" in self.info or self.shipped or self.logged:
             return True
         return not is_locked(self.path) if self.recorded else self.train.steps in self.steps
 
@@ -168,6 +187,8 @@ class Run:
         """Last checkpoint and last step of the recipe, `500/1000`; for a recording the last recorded step."""
         if self.shipped:
             return f"{self.train.steps}/{self.train.steps}"
+        if self.logged:
+            return f"{self.info['log']['last']} logged"
         if not self.recorded:
             return f"{self.steps[-1] if self.steps else 0}/{self.train.steps}"
         try:

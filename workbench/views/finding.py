@@ -95,7 +95,7 @@ def finding(source: Source, link: Link) -> Finding:
     """
     experiments: dict[str, list[Entry]] = {}
     for entry in source.catalogue().entries:
-        if entry.finished and not entry.imported:
+        if entry.finished and not entry.imported and not entry.numbers_only:
             experiments.setdefault(entry.group, []).append(entry)
     experiments = {name: runs for name, runs in experiments.items() if _paired(runs)}
     asked = link.text("set")

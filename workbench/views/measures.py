@@ -51,8 +51,8 @@ def of_variant(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
 
 def unmeasured(runs: Sequence[Entry], what: str, metric: str) -> str:
     """Explain why runs have no records of `what`, with the command that measures a metric."""
-    if all(e.kind == "recorded" for e in runs):
-        return "a recording has no checkpoints to measure; the Training page shows what was recorded"
+    if all(e.numbers_only for e in runs):
+        return f"{runs[0].numbers_only} has no checkpoints to measure; the Training page shows what was recorded"
     if all(e.shipped for e in runs):
         return f"these shipped runs have no {what}; the Training page shows them"
     given = " --text FILE" if runs[0].imported else ""

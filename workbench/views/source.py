@@ -217,8 +217,8 @@ class Source:
         ready = [e for e in group if e.steps]
         if not ready and all(e.shipped for e in group):
             raise BadData(f"these runs are shipped {WITHOUT}; see Training, Depth and the verdicts on Start")
-        if not ready and all(e.kind == "recorded" for e in group):
-            raise BadData("a recording has no checkpoints; see Training, or import checkpoints with `workbench import`")
+        if not ready and (kind := group[0].numbers_only):
+            raise BadData(f"{kind} has no checkpoints; see Training, or import checkpoints with `workbench import`")
         if not ready:
             raise BadData("no checkpoint yet; the first appears within seconds of a training's start")
         return next((e for e in ready if e.architecture == architecture), ready[0])

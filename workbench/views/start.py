@@ -147,7 +147,7 @@ def runs_table(source: Source) -> pd.DataFrame:
         rows = rows[rows["control"].isna() & rows["variant"].isna()]
         last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
         losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
-        rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.kind == "recorded")}
+        rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.numbers_only)}
         return losses, rates
 
     losses, rates = source.keep(("losses and rates", *((e.path, e.stamp) for e in entries)), read)
@@ -156,11 +156,13 @@ def runs_table(source: Source) -> pd.DataFrame:
             state = "being written now"
         elif e.kind == "recorded":
             state = "recorded"
+        elif e.kind == "log":
+            state = "training log, no weights"
         elif e.shipped:
             state = "shipped, read-only"
         else:
             state = "finished" if e.finished else f"stopped before step {e.last}"
-        step = e.last if e.shipped else e.steps[-1] if e.steps else None
+        step = e.last if e.shipped or e.kind == "log" else e.steps[-1] if e.steps else None
         options = ", ".join(f"{name}={value}" for name, value in e.options.items())
         rows.append((
             e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,

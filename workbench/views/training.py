@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import pandas as pd
 
 from workbench import plots
+from workbench.claims.published import differences_by_budget, published, published_differences
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots import training as drawn
 from workbench.plots.style import ordered
 from workbench.runs.catalogue import Entry
+from workbench.runs.run import Run
 from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import Source
@@ -150,6 +152,28 @@ def relative(source: Source, link: Link) -> Drawing:
 
 
 @view("training")
+def by_budget(source: Source, link: Link) -> Drawing:
+    """Validation loss minus the Transformer's over training tokens per parameter, with published curves behind."""
+    from workbench.claims.collect import run_facts  # imports torch
+
+    if link.on("compare"):
+        raise WorkbenchError("A − B stands beside the losses")
+    (losses,) = _domains(_plain(source, link, "validation_loss"), Link("training"))
+    entries = runs(source, link)
+    known = source.keep(
+        ("facts", *((e.path, e.stamp) for e in entries)),
+        lambda: [run_facts(Run.open(e.path)) for e in entries if e.tokens],
+    )
+    series = {e.name: e.series for e in entries}
+    facts = pd.DataFrame(known, columns=["run", "seed", "tokens", "steps", "parameters"])
+    facts = facts.assign(model=facts["run"].map(series))
+    curves = {str(run): rows.groupby("step")["value"].mean().astype(float) for run, rows in losses.groupby("run")}
+    rows = differences_by_budget(facts, curves, VANILLA)
+    shown = {name: published_differences(name) for name in ("resformer", "resformer_learnable")}
+    return Drawing(plots.budget_figure(rows, shown), rows)
+
+
+@view("training")
 def train_loss(source: Source, link: Link) -> Drawing:
     """Loss of the training batches, smoothed over at most a fifth of the steps."""
     parts = _plain(source, link, "train_loss")
@@ -227,6 +251,15 @@ def learned_coefficients(source: Source, link: Link) -> Drawing:
     asked = link.choice("of", ordered(parts[0]["architecture"]), kind="model with coefficients")
     rows = parts[0][parts[0]["architecture"] == asked]
     return Drawing(plots.coefficients_figure(rows), rows)
+
+
+@view("training")
+def beside_published_coefficients(source: Source, link: Link) -> Drawing:
+    """Learned coefficients at the last logged step by layer, of one series (`of`), beside published ones."""
+    (rows,) = _rows(source, link.but(compare=None), "coefficient")
+    asked = link.choice("of", ordered(rows["architecture"]), kind="model with coefficients")
+    rows = rows[rows["architecture"] == asked]
+    return Drawing(plots.coefficients_by_layer(rows, published("block_coefficients")), rows)
 
 
 def places(source: Source, link: Link, quantity: str) -> list[str]:

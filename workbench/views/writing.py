@@ -91,7 +91,7 @@ def caption_of(source: Source, link: Link) -> str:
         return ""
     entries = [s.entry for s in subjects] or source.group(link)[:1]
     for entry in {e.group: e for e in entries}.values():
-        rate = "" if entry.imported or entry.kind == "recorded" else f", rate {Run.open(entry.path).train.lr:g}"
+        rate = "" if entry.imported or entry.numbers_only else f", rate {Run.open(entry.path).train.lr:g}"
         words.append(f"{entry.title}{rate}")
     return "; ".join(words)
 

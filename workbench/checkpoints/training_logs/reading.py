@@ -1,0 +1,210 @@
+"""Reader interface of training logs, and the numbers of each run in a log.
+
+A reader is one file of this folder with `READER = LogReader(...)`.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import pkgutil
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from workbench.checkpoints import training_logs as folder
+from workbench.checkpoints.training_logs.fields import STEP_AVERAGE, TRAIN_TIME, quantity
+from workbench.errors import BadData, WorkbenchError
+from workbench.files import open_regular
+
+HEAD = 1 << 14  # bytes by which a form is recognised
+LARGEST = 2**53  # largest step that tables can hold
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, struct.error)
+BACKWARDS = 100  # times that steps may go back in one run
+
+
+@dataclass(frozen=True)
+class LogReader:
+    """Reader of one form of training logs.
+
+    Args:
+        name: Name of the form, for messages.
+        recognises: Whether a file is of this form, from its path and its first bytes.
+        read: Adds the numbers of a file.
+        named_by_folder: Whether a run is named by its folder, since all files of this form have the same name.
+    """
+
+    name: str
+    recognises: Callable[[Path, bytes], bool]
+    read: Callable[[Path, LogNumbers], None]
+    named_by_folder: bool = False
+
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values of a quantity."""
+
+
+@dataclass
+class LogNumbers:
+    """Numbers of a file by run and quantity, in the order of the file, and how often each reason left something out.
+
+    A run is named by its setting and its own name in the file; both are empty in a file of one run. One run may have several files.
+    """
+
+    path: Path
+    runs: dict[tuple[str, str], dict[str, tuple[array[int], array[int], array[float]]]] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    chronological: bool = True
+    """Whether a step that goes back is a restart, even if no step is repeated; a table may be unsorted instead."""
+    by_quantity: bool = False
+    """Whether each quantity counts its steps by itself."""
+    count: int = 0
+    at: tuple[float, float] = (0.0, 0.0)
+    """Epoch and step of the line before."""
+
+    def note_epoch(self, epoch: float, step: float) -> None:
+        """Note the epoch of a line; raises `BadData` if steps begin again in a later epoch."""
+        if epoch > self.at[0] and step < self.at[1]:
+            raise BadData(
+                f"{self.path}: the steps begin again in epoch {epoch:g}; give a log that counts steps over all epochs"
+            )
+        self.at = epoch, step
+
+    def add(
+        self, step: float, name: str, value: float, *, run: tuple[str, str] = ("", ""), factor: float = 1.0
+    ) -> None:
+        """Add a number of a step; `name` is theirs, `factor` converts its unit. Raises `BadData` for a fractional step."""
+        ours, own_factor, why = quantity(name)
+        if ours is None:
+            self.skipped[why] += 1
+            return
+        if not math.isfinite(step) or not 0 <= step <= LARGEST:
+            self.skipped["the step is negative or no number"] += 1
+            return
+        if step != int(step):
+            raise BadData(f"{self.path}: step {step:g} is no whole number, so it counts epochs or thousands, not steps")
+        curves = self.runs.setdefault(run, {})
+        order, steps, values = curves.setdefault(ours, (array("q"), array("q"), array("d")))
+        order.append(self.count)
+        steps.append(int(step))
+        values.append(value * factor * own_factor)
+        self.count += 1
+
+    def courses(self) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
+        """Yield each run and its curves; a restart replaces the steps it repeats, and a second start is another run."""
+        for (setting, run), columns in self.runs.items():
+            tables = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items()}
+            if self.by_quantity:
+                alone = [self._parts({name: table}, split=False)[0] for name, table in tables.items()]
+                parts = [{name: curve for part in alone for name, curve in part.items()}]
+            else:
+                parts = self._parts(tables)
+            if len(parts) > 1:
+                self.notes.append(
+                    f"{self.path.name}: {run or 'the file'} starts {len(parts)} times, so it is {len(parts)} runs"
+                )
+            for i, part in enumerate(parts):
+                yield (setting, f"{run}#{i + 1}" if len(parts) > 1 else run), self._finished(part)
+
+    def _parts(self, tables: Mapping[str, Sequence[np.ndarray]], *, split: bool = True) -> list[dict[str, Curve]]:
+        """Split the curves (order, steps, values) of a run at each start, and drop steps that a restart repeats."""
+        order, steps = (np.concatenate([table[i] for table in tables.values()]) for i in (0, 1))
+        order, steps = np.sort(order), steps[np.argsort(order)]
+        back = np.flatnonzero(np.diff(steps) < 0) + 1
+        if not self.chronological and all(len(np.unique(table[1])) == len(table[1]) for table in tables.values()):
+            back = back[:0]  # a table that is not sorted by step: nothing is repeated
+        if len(back) > BACKWARDS:
+            raise BadData(f"{self.path}: the steps go back {len(back)} times; give a file in which they grow")
+        gaps = np.diff(steps)
+        usual = float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 1.0
+        starts, dropped = [0], np.zeros(len(steps), bool)
+        for i in map(int, back):
+            begin = starts[-1]
+            if split and steps[i] <= steps[begin] <= max(1.0, 2 * usual):
+                starts.append(i)
+                continue
+            repeated = np.flatnonzero((steps[begin:i] >= steps[i]) & ~dropped[begin:i]) + begin
+            dropped[repeated] = True
+            self.skipped[f"the run went back to step {steps[i]} and repeated it"] += len(repeated)
+        parts = []
+        for low, high in zip(starts, [*starts[1:], len(steps)], strict=True):
+            part = {}
+            for name, (at, own, values) in tables.items():
+                rank = np.searchsorted(order, at)
+                inside = (rank >= low) & (rank < high) & ~dropped[rank]
+                if inside.any():
+                    part[name] = own[inside], values[inside]
+            parts.append(part)
+        return parts
+
+    def _finished(self, curves: dict[str, Curve]) -> dict[str, Curve]:
+        """Return the curves by step with one value for each, and seconds per step in place of cumulative times."""
+        single = {}
+        for name, (steps, values) in curves.items():
+            last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
+            if len(last) < len(steps):
+                self.skipped[f"earlier values of {name} at a step with several"] += len(steps) - len(last)
+            single[name] = steps[last], values[last]
+        total, average = single.pop(TRAIN_TIME, None), single.pop(STEP_AVERAGE, None)
+        if total is not None and average is not None and "seconds_per_step" not in single:
+            pace = seconds_per_step(total, average)
+            single |= {"seconds_per_step": pace} if len(pace[0]) else {}
+        elif average is not None:
+            self.skipped["step_avg is an average over many steps"] += len(average[0])
+        if broken := sum(int((~np.isfinite(values)).sum()) for _, values in single.values()):
+            self.notes.append(f"{self.path.name}: {broken} values are NaN or infinite, and are stored as such")
+        return single
+
+
+def seconds_per_step(total: Curve, average: Curve) -> Curve:
+    """Return the mean seconds per step since the entry before, from a cumulative time and its average over the counted steps.
+
+    The time divided by the average is the number of counted steps. If this number does not grow with the step, the clock was set
+    back, and the interval is left out. modded-nanogpt does not count its first ten steps.
+    """
+    steps, left, right = np.intersect1d(total[0], average[0], return_indices=True)
+    times, means = total[1][left], average[1][right]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        uncounted = steps - times / means
+    apart, spent = np.diff(steps), np.diff(times)
+    sound = (np.abs(np.diff(uncounted)) < 1) & (spent > 0)
+    return steps[1:][sound], (spent / np.maximum(apart, 1))[sound]
+
+
+@cache
+def log_readers() -> tuple[LogReader, ...]:
+    """Return the readers in the order of their file names; `text` comes last, since any text may be a log."""
+    modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
+    readers = [module.READER for module in modules if hasattr(module, "READER")]
+    return tuple(sorted(readers, key=lambda reader: reader.name == "text"))
+
+
+def reader_of(path: Path) -> LogReader | None:
+    """Return the reader that recognises a file by its name and first bytes; None for other files and unreadable ones."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(HEAD)
+    except OSError:
+        return None
+    return next((reader for reader in log_readers() if reader.recognises(path, head)), None)
+
+
+def read_log(files: Sequence[Path], reader: LogReader) -> LogNumbers:
+    """Read the numbers of a run's files, in order; raises `BadData` naming the file and the fault."""
+    numbers = LogNumbers(files[0])
+    for path in files:
+        try:
+            reader.read(path, numbers)
+        except WorkbenchError:
+            raise
+        except DAMAGED as error:
+            raise BadData(f"{path} cannot be read as {reader.name}: {type(error).__name__}: {error}") from error
+    return numbers

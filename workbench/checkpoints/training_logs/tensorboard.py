@@ -1,0 +1,58 @@
+"""TensorBoard's event files: records of a protocol buffer with step, tag and value (extra `tensorboard`).
+
+    length (8 bytes) | checksum (4) | event | checksum (4)
+
+Source: tensorflow, record_writer.h and event.proto.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
+from workbench.errors import BadData
+from workbench.files import open_regular
+from workbench.places import install
+
+LARGEST = 1 << 26  # bytes of an event with a number; pictures and graphs are skipped unread
+FLOAT = 1  # of the enumeration DataType
+
+
+def _read(path: Path, numbers: LogNumbers) -> None:
+    try:
+        from tensorboardX.proto.event_pb2 import Event
+    except ImportError:
+        raise BadData(f"{path} needs tensorboardX: {install('tensorboard')}") from None
+    numbers.by_quantity = True
+    with open_regular(path) as file:
+        while len(head := file.read(12)) == 12:
+            size = struct.unpack("<Q", head[:8])[0]
+            data = file.read(size) if size <= LARGEST else None
+            if data is None:
+                file.seek(size, 1)
+            elif len(data) < size:
+                numbers.skipped["the last event is cut off"] += 1
+                break
+            file.seek(4, 1)
+            event = Event.FromString(data) if data else Event()
+            for value in event.summary.value:
+                scalar = _scalar(value)
+                if scalar is not None:
+                    numbers.add(event.step, value.tag, scalar)
+
+
+def _scalar(value: object) -> float | None:
+    """Return the number of a summary value in either of its two encodings; None for other summaries."""
+    which = value.WhichOneof("value")  # type: ignore[attr-defined]
+    if which == "simple_value":
+        return float(value.simple_value)  # type: ignore[attr-defined]
+    tensor = value.tensor if which == "tensor" else None  # type: ignore[attr-defined]
+    if tensor is None or tensor.dtype != FLOAT or tensor.tensor_shape.dim:
+        return None
+    if tensor.float_val:
+        return float(tensor.float_val[0])
+    return float(struct.unpack("<f", tensor.tensor_content)[0]) if len(tensor.tensor_content) == 4 else None
+
+
+READER = LogReader("TensorBoard events", lambda path, head: "tfevents" in path.name, _read, named_by_folder=True)

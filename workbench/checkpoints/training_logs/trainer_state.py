@@ -1,0 +1,37 @@
+"""The `trainer_state.json` of Hugging Face's Trainer: `log_history` is a list of numbers with their step.
+
+The last entry of a finished training has `train_runtime`. Its `train_loss` is the mean over all steps.
+Source: transformers, trainer_callback.py (`TrainerState`) and trainer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
+from workbench.errors import BadData
+from workbench.files import read_json
+
+SUMMARY = "train_runtime"
+
+
+def _read(path: Path, numbers: LogNumbers) -> None:
+    history = read_json(path).get("log_history")
+    if not isinstance(history, list):
+        raise BadData(f"{path} has no list log_history, so the Trainer of transformers did not write it")
+    for entry in history:
+        if SUMMARY in entry:
+            numbers.skipped["the last entry's train_loss is the mean over the training"] += 1
+            continue
+        for name, value in entry.items():
+            if (
+                name not in ("step", "epoch")
+                and isinstance(value, int | float)
+                and not name.endswith(("runtime", "per_second"))
+            ):
+                numbers.add(entry["step"], name, value)
+
+
+READER = LogReader(
+    "trainer_state.json", lambda path, head: path.name == "trainer_state.json", _read, named_by_folder=True
+)

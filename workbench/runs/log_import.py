@@ -1,0 +1,295 @@
+"""Import of training logs without weights as runs (`workbench import LOG... --as NAME`).
+
+    logs/base/a.log  logs/base/b.log  logs/shared/a.log      settings `base` (seeds 0 and 1) and `shared` (seed 0)
+
+A folder is a setting and a file is a seed; a table may name both in columns. The runs of one import are one experiment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.checkpoints.identify import ENDINGS, RUN_FILE, is_directory
+from workbench.checkpoints.training_logs.fields import ESTIMATED, UNITS
+from workbench.checkpoints.training_logs.reading import Curve, LogReader, read_log, reader_of
+from workbench.console import Progress
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.files import local, write_json
+from workbench.models.registry import architecture as architecture_of
+from workbench.runs.records import typed, write_parquet
+from workbench.runs.run import FORMAT, LOG_FACTS, Run, place_of, written_now
+from workbench.storage.mirror import push
+
+ROWS = 500_000  # of one telemetry file
+TOLD = 12  # reasons and files that a note lists
+ADVICE = {
+    ".wandb": "W&B's own file; export the history: wandb.Api().run(PATH).history(samples=10**9).to_csv(FILE)",
+    ".db": "a database; MLflow's: export each metric with MlflowClient.get_metric_history",
+}
+
+
+@dataclass(frozen=True)
+class ImportedLogs:
+    """Imported runs, and notes on the numbers that were read and those that were left out."""
+
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _LogRun:
+    """Curves of one run, the setting and the name that its log has, and the file."""
+
+    setting: str
+    name: str
+    path: Path
+    form: str
+    curves: dict[str, Curve]
+
+    @property
+    def last(self) -> int:
+        return max(int(steps[-1]) for steps, _ in self.curves.values())
+
+
+def is_log(path: str | Path) -> bool:
+    """Return whether a path is a training log, or a folder with logs and no weights; no other path of `workbench import` is."""
+    place = Path(path)
+    if place.is_file():
+        return place.suffix not in ENDINGS and reader_of(place) is not None
+    if not place.is_dir() or is_directory(place) or (place / RUN_FILE).exists():
+        return False
+    weights = any(file.suffix in ENDINGS or file.name == RUN_FILE for file in _files(place))
+    return not weights and any(reader_of(file) for file in _files(place))
+
+
+def import_logs(
+    paths: Sequence[str | Path], runs: Path, *, name: str | None = None, architecture: str | Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None, progress: Progress | None = None,
+) -> ImportedLogs:  # fmt: skip
+    """Import training logs as runs without weights, one run for each log. All runs appear, or none.
+
+    Args:
+        paths: Logs, or folders of logs.
+        runs: Folder of runs.
+        name: Name of the experiment, with which the runs' names begin; default the name of the only path.
+        architecture: Architecture of all runs, or the architecture by setting or by the beginning of a run's name. Only runs that
+            it names are imported then. Default: the setting's name.
+        config: What is known of the trainings, of `LOG_FACTS`: {"parameters": 124e6, "tokens_per_step": 524288}. Claims do not
+            test what is unknown.
+        progress: Called with (done, total, description).
+
+    Returns:
+        The runs and the notes.
+
+    Raises:
+        BadData: A file cannot be read, or no file has a number of a step.
+        UnknownName: There is no such architecture, setting, run or fact.
+        WorkbenchError: A name is taken.
+    """
+    places = [local(path) for path in paths]
+    if absent := [str(place) for place in places if not place.exists()]:
+        raise BadData(f"{absent[0]}: no such file or folder")
+    name = name or (places[0].stem if places[0].is_file() else places[0].resolve().name)
+    facts = _known(config or {})
+    logs, notes = _read(places, progress)
+    if isinstance(architecture, Mapping):
+        logs, labels = _selected(logs, architecture, notes)
+    else:
+        labels = [_registered(architecture) if architecture else log.setting or name for log in logs]
+    seeds, counts = [], Counter[str]()
+    for label in labels:
+        seeds.append(counts[label])
+        counts[label] += 1
+    names = _run_names(name, labels, seeds)
+    taken = [place for run in names if (place := place_of(runs, run)).exists()]
+    if taken:
+        raise WorkbenchError(f"{taken[0]} exists; choose another name with --as, or remove it")
+    with _all_appearing([place_of(runs, run) for run in names]) as folders:
+        for i, (log, label, seed, folder) in enumerate(zip(logs, labels, seeds, folders, strict=True)):
+            if progress:
+                progress(i, len(logs), f"writing {names[i]}")
+            _write(folder, log, run=names[i], experiment=name, label=label, seed=seed, facts=facts)
+    for run in names:
+        push(place_of(runs, run))
+    return ImportedLogs(tuple(Run.open(place_of(runs, run)) for run in names), tuple(notes))
+
+
+def _registered(name: str) -> str:
+    architecture_of(name)
+    return name
+
+
+def _known(config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in config.items():
+        if key not in LOG_FACTS:
+            raise UnknownName("fact of a training log", key, LOG_FACTS)
+        if key != "data" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf):
+            raise BadData(f"{key}={value!r}: must be a number of 0 or more")
+    return dict(config)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder by name, without hidden ones."""
+    for above, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        yield from (Path(above, file) for file in sorted(files) if not file.startswith("."))
+
+
+def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogRun], list[str]]:
+    """Read all logs; the setting of a log is its folder below the common folder of all paths."""
+    common = Path(
+        os.path.commonpath([place.resolve() if place.is_dir() else place.resolve().parent for place in places])
+    )
+    sources, unread = dict[tuple[LogReader, Path], list[Path]](), list[str]()
+    for file in (file.resolve() for place in places for file in ([place] if place.is_file() else _files(place))):
+        reader = reader_of(file)
+        if reader is None:
+            unread.append(f"{file.relative_to(common)} ({ADVICE.get(file.suffix, 'no known form')})")
+        elif file not in (known := sources.setdefault((reader, _home(file, reader)), [])):
+            known.append(file)
+    logs, notes = list[_LogRun](), list[str]()
+    for i, ((reader, home), files) in enumerate(sorted(sources.items(), key=lambda item: item[0][1])):
+        if progress:
+            progress(i, len(sources), f"reading {files[0]}")
+        used = _latest(files) if reader.name == "trainer_state.json" else files
+        numbers = read_log(used, reader)
+        found = [(run, curves) for run, curves in numbers.courses() if curves]
+        if not found:
+            unread.append(f"{home.relative_to(common)} (no step with a known quantity: {_listed(numbers.skipped)})")
+            continue
+        folder = home.parent.relative_to(common).as_posix() if home != common else "."
+        for (setting, run), curves in found:
+            own = "/".join(part for part in (folder if folder != "." else "", setting) if part)
+            logs.append(_LogRun(own, run if setting else f"{home.name}{run}", home, reader.name, curves))
+        counts = Counter(
+            {metric: sum(len(curves[metric][0]) for _, curves in found if metric in curves) for metric in UNITS}
+        )
+        read = ", ".join(f"{n:,} {metric.replace('_', ' ')}" for metric, n in counts.items() if n)
+        where = home.relative_to(common) if home != common else home.name
+        notes.append(f"{where} ({reader.name}): {len(found):,} run{'s' * (len(found) > 1)}, {read}")
+        notes += numbers.notes + ([f"{where}: left out: {_listed(numbers.skipped)}"] if numbers.skipped else [])
+        notes += (
+            [f"{where}: {len(files) - len(used)} earlier states of the same training"] if len(used) < len(files) else []
+        )
+    if unread:
+        more = f" and {len(unread) - TOLD} more" if len(unread) > TOLD else ""
+        notes.append(f"not read: {', '.join(unread[:TOLD])}{more}")
+    if not logs:
+        raise BadData(f"no training log at {', '.join(map(str, places))}; {notes[-1] if notes else 'nothing is there'}")
+    return logs, notes
+
+
+def _home(file: Path, reader: LogReader) -> Path:
+    """Return the path that names a run: its file, or the folder of files that always have the same name."""
+    if not reader.named_by_folder:
+        return file
+    if reader.name == "MLflow metrics":
+        return next(p for p in file.parents if (p / "meta.yaml").is_file())
+    return file.parent.parent if re.fullmatch(r"checkpoint-\d+", file.parent.name) else file.parent
+
+
+def _latest(files: Sequence[Path]) -> list[Path]:
+    """Return the state with most steps: each holds the history of the earlier ones."""
+    return [max(files, key=lambda file: int((re.search(r"checkpoint-(\d+)$", file.parent.name) or [0, 2**62])[1]))]
+
+
+def _listed(skipped: Counter[str]) -> str:
+    reasons = [f"{reason} ({n:,})" for reason, n in skipped.most_common(TOLD)]
+    return "; ".join(reasons + (["other reasons"] if len(skipped) > TOLD else [])) or "it has no line of numbers"
+
+
+def _selected(logs: Sequence[_LogRun], wanted: Mapping[str, str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
+    """Return the logs in a table of architectures, and the architecture of each."""
+    labels = dict[int, str]()
+    for key, value in wanted.items():
+        label = _registered(value)
+        hits = [i for i, log in enumerate(logs) if key in (log.setting, log.name)]
+        hits = hits or [i for i, log in enumerate(logs) if log.name.startswith(key) or log.setting.endswith(f"/{key}")]
+        if not hits:
+            raise UnknownName("setting or run", key, {text for log in logs for text in (log.setting, log.name) if text})
+        if twice := [i for i in hits if labels.get(i, label) != label]:
+            raise BadData(f"{logs[twice[0]].name} is named twice, as {labels[twice[0]]} and as {label}")
+        labels |= dict.fromkeys(hits, label)
+    if left := len(logs) - len(labels):
+        notes.append(f"left out: {left:,} runs that --architecture does not name")
+    return [logs[i] for i in sorted(labels)], [labels[i] for i in sorted(labels)]
+
+
+def _run_names(name: str, labels: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """Return a folder name for each run; settings whose names differ only in signs get a number."""
+    slugs, known = dict[str, str](), set[str]()
+    for label in dict.fromkeys(labels):
+        slug = re.sub(r"[^\w.+-]+", "-", label).strip("-.") or "setting"
+        free = next(
+            s for n in range(1, len(labels) + 2) if (s := slug if n == 1 else f"{slug}-{n}").lower() not in known
+        )
+        known.add(free.lower())
+        slugs[label] = free
+    if len(slugs) == 1:
+        return [name] if len(labels) == 1 else [f"{name}-s{seed}" for seed in seeds]
+    return [f"{name}-{slugs[label]}-s{seed}" for label, seed in zip(labels, seeds, strict=True)]
+
+
+def _write(
+    folder: Path, log: _LogRun, *, run: str, experiment: str, label: str, seed: int, facts: Mapping[str, Any]
+) -> None:
+    """Write `run.json` and the telemetry of a run."""
+    parts = []
+    for metric, (steps, values) in log.curves.items():
+        axes = {
+            "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric], "seed": seed, "run": run,
+            "architecture": label, "variant": "estimate" if metric == ESTIMATED else None,
+            "part": "all" if metric == "total_gradient_norm" else None,
+            "data": "validation" if metric == "validation_loss" else None,
+        }  # fmt: skip
+        parts.append(pd.DataFrame({"step": steps, "value": values} | axes))
+    table = typed(pd.concat(parts, ignore_index=True).sort_values("step", kind="stable"))
+    bounds, begin = table["step"].to_numpy(dtype="int64"), 0
+    while begin < len(table):  # a step is never cut in two
+        last = bounds[min(begin + ROWS, len(table)) - 1]
+        end = int(np.searchsorted(bounds, last, side="right"))
+        write_parquet(table.iloc[begin:end], folder / "telemetry" / f"{bounds[begin]:06d}-{last + 1:06d}.parquet")
+        begin = end
+    origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}
+    info = {
+        "format": FORMAT, "architecture": label, "options": {}, "seed": seed, "data": {"kind": "log"},
+        "log": {**origin, "experiment": experiment, "last": log.last, "known": dict(facts)}, **written_now(),
+    }  # fmt: skip
+    write_json(folder / RUN_FILE, info)
+
+
+@contextmanager
+def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield hidden folders that become `places` on success, all or none; folders of other processes are never touched."""
+    part = places[0].with_name(f".{uuid.uuid4().hex[:12]}.part")
+    moved = list[tuple[Path, Path]]()
+    try:
+        folders = [part / place.name for place in places]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        yield folders
+        for folder, place in zip(folders, places, strict=True):
+            if place.exists():
+                raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
+            folder.rename(place)
+            moved.append((folder, place))
+    except BaseException as error:
+        for folder, place in moved:
+            place.rename(folder)
+        if isinstance(error, OSError):
+            raise WorkbenchError(f"cannot write {places[0].parent}: {error.strerror or error}") from error
+        raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
