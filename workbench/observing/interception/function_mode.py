@@ -55,6 +55,9 @@ Failed = Callable[[Exception], object]
 class CallHandler(Protocol):
     """Handler of intercepted calls; each method runs the call and returns its result to the module. Some need not be handled."""
 
+    reads_matrices = True  # whether `matrix` is called
+    reads_tables = True  # whether `looked_up` is called
+
     def fused(self, call: FusedCall) -> Any:
         """Handle a fused attention."""
 
@@ -141,6 +144,8 @@ class InterceptionMode(TorchFunctionMode):
             return out
         if kind in ("lookup", "index"):
             out = func(*args, **kwargs)
+            if not self.handler.reads_tables:
+                return out
             ids, table = (*args, *kwargs.values())[:2]
             lookup = Lookup(ids, table, out) if kind == "lookup" else indexed_parameter(args, kwargs, out)
             return out if lookup is None else self.handler.looked_up(lookup)
@@ -155,7 +160,8 @@ class InterceptionMode(TorchFunctionMode):
             self.handler.other(_full_name(func))
             return func(*args, **kwargs)
         if _name(func) == "linear" or any(is_parameter(x) for x in (*args, *kwargs.values())):
-            return self.handler.matrix(matrix_call(func, args, kwargs))
+            reads = self.handler.reads_matrices
+            return self.handler.matrix(matrix_call(func, args, kwargs)) if reads else func(*args, **kwargs)
         call = product_call(func, args, kwargs) if kind == "product" else None
         return func(*args, **kwargs) if call is None else self.handler.product(call)
 

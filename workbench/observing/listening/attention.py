@@ -61,7 +61,7 @@ class AttentionRun(RunState, CallHandler):
     def looked_up(self, lookup: Lookup) -> Any:
         """Fire on the embedding if it is a parameter, and store vectors of value tables for the layers that read them."""
         output, table = lookup.output, lookup.table
-        name = self.looked_up_in.get(id(table if table._base is None else table._base)) if self.looked_up_in else None
+        name = self.looked_up_in.get(id(table if table._base is None else table._base))
         if name is None:
             return output
         place, vectors = (name, self.lookups[name]), lookup.by_position(output)

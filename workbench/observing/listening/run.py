@@ -168,6 +168,10 @@ class RunState:
                 if location is not None and location.site is not None and point is not None and is_hooked(point):
                     fire = partial(RunState.fire_addition, point=point, factor=location.factor)
                     listen_to_product(i, location, self.matrix_outputs, fire)
+        self.reads_matrices, self.reads_tables = (
+            bool(self.matrix_inputs or self.matrix_outputs),
+            bool(self.looked_up_in),
+        )
         self.sites: dict[int, dict[tuple[str, tuple[Line, ...]], CallSite]] = {}  # of each layer
         for i, site in (*self.calls, *self.matrix_inputs, *self.matrix_outputs):
             self.sites.setdefault(i, {})[site.kind, site.lines] = site
@@ -240,7 +244,7 @@ class RunState:
 
     def bare_product(self) -> tuple[list[Fire], list[Fire]]:
         """Return the functions to fire on the input and output of the current product with a parameter."""
-        if not (self.matrix_inputs or self.matrix_outputs) or (place := self._call_site(MATRIX)) is None:
+        if (place := self._call_site(MATRIX)) is None:
             return [], []
         return self.matrix_inputs.get(place, []), self.matrix_outputs.get(place, [])
 

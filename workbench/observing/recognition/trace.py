@@ -19,6 +19,7 @@ from workbench.errors import WorkbenchError
 from workbench.kernels.switches import outside_inference_mode
 from workbench.observing.interception.call_sites import Frames, running_frames
 from workbench.observing.interception.function_mode import (
+    CallHandler,
     Interception,
     InterceptionMode,
     attention_functions,
@@ -79,7 +80,7 @@ _HEADS_FIRST = (
 )
 
 
-class Trace:
+class Trace(CallHandler):
     """Call handler and hooks of the traced run; afterwards `executions` and `attentions` hold its course in order.
 
     Without `axes`, those of tensors in runs of two sizes, the lengths of this run decide. `block_lists` is the effect of the block
