@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -31,15 +30,9 @@ MAX_MODELS, MANY = 2, 20  # models in memory; runs whose reading takes long enou
 
 def root() -> Path:
     """The folder of runs: `--runs DIR` after `--`, else the environment's, else ./runs."""
-    return runs_folder(_runs_option(*sys.argv[1:]))
-
-
-@functools.cache
-def _runs_option(*arguments: str) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--runs")
-    folder: str | None = parser.parse_known_args(arguments)[0].runs
-    return folder
+    return runs_folder(parser.parse_known_args(sys.argv[1:])[0].runs)
 
 
 def cached_source() -> Source:

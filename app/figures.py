@@ -37,6 +37,7 @@ OF_MODELS = ("attention", "prompt", "intervene")
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
 TABLE_PX = 300
+WIDTHS = {"one column": 600, "two columns": 1000}  # pixels of pictures for a paper
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
     def image(ending: str, ground: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             out, caption = Path(folder) / f"figure.{ending}", caption_of(cached_source(), link)
-            return picture(drawing.figure, out, background=ground, caption=caption).read_bytes()
+            return picture(drawing.figure, out, background=ground, caption=caption, width=WIDTHS[width]).read_bytes()
 
     def table() -> str:
         return plots.table(drawing.table).to_csv(index=False)
@@ -266,6 +267,11 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
         return plots.html(drawing.figure, whole=True)
 
     no_browser = find_browser() is None
+    width = str(
+        st.segmented_control(
+            "Width of pictures", list(WIDTHS), default="two columns", required=True, key=f"width_{name}"
+        )
+    )
     buttons: list[tuple[str, str, str, Callable[[], bytes | str]]] = [
         ("SVG", "svg", "image/svg+xml", lambda: image("svg", "white")),
         ("PNG", "png", "image/png", lambda: image("png", "white")),

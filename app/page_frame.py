@@ -41,7 +41,11 @@ def page(
         st.title(PAGES[name].title, width="content", anchor=False)
         with st.popover("About", icon=":material/help:", type="tertiary"):
             st.markdown(about)
-        link = choose(name)
+        try:
+            link = choose(name)
+        except BaseException:
+            widgets.navigation(None)  # the other pages stay within reach
+            raise
         share = st.container(width="content", key="share")
     widgets.navigation(None if link is None else link.text("set"))
     messages = st.container()

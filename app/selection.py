@@ -148,7 +148,28 @@ def choose_models(link: Link) -> Link:
                 default = [name for name in options if name != "seed"]
                 widgets.choose_many("Separate lines by", "by", options, default, clears=("models",))
             if many:
-                _table(names, runs, chosen)
+                by_series: dict[str, list[Entry]] = {name: [] for name in names}
+                for entry in runs:
+                    by_series[entry.series].append(entry)
+
+                def seeds_of(series: Sequence[Entry]) -> str:
+                    """`0 to 49`, or each seed if some between are missing."""
+                    seeds = sorted({e.seed for e in series})
+                    together = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
+                    return f"{seeds[0]} to {seeds[-1]}" if together else ", ".join(map(str, seeds))
+
+                rows = [
+                    {"model": _words(name), "runs": len(series), "seeds": seeds_of(series),
+                     "trained to step": max(e.steps[-1] if e.steps else e.last for e in series),
+                     "measures": max(len(e.measured) for e in series)}
+                    for name, series in by_series.items()
+                ]  # fmt: skip
+                lines = f"{len(names)} line{'s' * (len(names) != 1)}"
+                st.caption(f"{len(runs)} runs in {lines}; the {len(chosen)} selected are drawn.")
+                widgets.rows_table(
+                    "runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen],
+                    lambda places: widgets.update_url(models=",".join(names[i] for i in places)), "Models to draw",
+                )  # fmt: skip
             elif names:
                 chosen = widgets.choose_many("Models", "models", names, names, show=_words)
     if not names:
@@ -167,31 +188,6 @@ def asked_series(names: Sequence[str]) -> list[str]:
         widgets.warn_ignored("models", ", ".join(gone), names)
     there = [name for name in names if name in wanted]
     return there if there or text == "" else list(names[:FIRST])
-
-
-def _table(names: Sequence[str], runs: Sequence[Entry], chosen: Sequence[str]) -> None:
-    by_series: dict[str, list[Entry]] = {name: [] for name in names}
-    for entry in runs:
-        by_series[entry.series].append(entry)
-    rows = [
-        {"model": _words(name), "runs": len(series), "seeds": _seeds(series),
-         "trained to step": max(e.steps[-1] if e.steps else e.last for e in series), "measures": max(len(e.measured) for e in series)}
-        for name, series in by_series.items()
-    ]  # fmt: skip
-
-    def take(places: list[int]) -> None:
-        widgets.update_url(models=",".join(names[i] for i in places))
-
-    st.caption(f"{len(runs)} runs in {len(names)} line{'s' * (len(names) != 1)}; the {len(chosen)} selected are drawn.")
-    widgets.rows_table("runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen], take, "Models to draw")
-
-
-def _seeds(runs: Sequence[Entry]) -> str:
-    """`0 to 49`, or each seed if some between are missing."""
-    seeds = sorted({e.seed for e in runs})
-    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
-        return f"{seeds[0]} to {seeds[-1]}"
-    return ", ".join(map(str, seeds))
 
 
 def _words(series: str) -> str:

@@ -24,7 +24,6 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
-from streamlit.runtime.session_manager import SessionInfo
 from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
 from workbench.plots.style import INK
@@ -54,8 +53,11 @@ class FrontEnd:
     """Refuses foreign hosts and origins; sends the document and the files of the front end from memory."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app, self.files = app, _listing()
-        self.document = _document()
+        files = (p for p in (FRONT / "static").rglob("*") if p.suffix in KINDS)
+        self.app, self.files = app, {f"/{p.relative_to(FRONT).as_posix()}": p for p in files} | {PLOTLY: DRAWS}
+        # Streamlit's document with our style and script; it preloads plotly, the largest file, else requested last
+        head = HERE + STYLE + SCRIPT + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
+        self.document = (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
         self.prepare = threading.Thread(target=_prepare, daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,20 +97,9 @@ def _is_ours(scope: Scope) -> bool:
     return is_host_allowed(host) and origin in (None, f"{scheme}://{host}")
 
 
-def _listing() -> dict[str, Path]:
-    found = (p for p in (FRONT / "static").rglob("*") if p.suffix in KINDS)
-    return {f"/{p.relative_to(FRONT).as_posix()}": p for p in found} | {PLOTLY: DRAWS}
-
-
 @functools.cache
 def _read(path: Path) -> tuple[bytes, str]:
     return path.read_bytes(), KINDS[path.suffix]
-
-
-def _document() -> bytes:
-    """Streamlit's document with our style and script; it preloads plotly, the largest file, else requested last."""
-    head = HERE + STYLE + SCRIPT + f'<link rel="preload" as="script" href="{PLOTLY}" data-plotly></head>'.encode()
-    return (FRONT / "index.html").read_bytes().replace(b"</head>", head, 1)
 
 
 def _prepare() -> None:
@@ -123,12 +114,8 @@ def _prepare() -> None:
     gc.freeze()  # Streamlit collects garbage after every run of a page: half a million objects of libraries take 0.1 s
 
 
-def _end(_: MemorySessionStorage, session_info: SessionInfo) -> None:
-    """Close a session when its socket closes: a page is restored from its address, and open files would add up."""
-    session_info.session.shutdown()
-
-
-MemorySessionStorage.save = _end  # type: ignore[assignment]
+# a session closes with its socket: a page is restored from its address, and open files would add up
+MemorySessionStorage.save = lambda _, session_info: session_info.session.shutdown()  # type: ignore[method-assign,assignment]
 settings.apply()  # before Streamlit reads any
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 

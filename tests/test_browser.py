@@ -291,12 +291,12 @@ def test_long_work_shows_progress_and_can_be_cancelled(opened, server):
     settled(page, 1)
     panel = files_of(page, "attribution")
     panel.get_by_text("Play over checkpoints").click()
-    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60, about \d+ s left")).wait_for()
+    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60 after \d+ s, about \d+ s left")).wait_for()
     panel.get_by_role("button", name="Cancel").click()
     panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
     assert panel.locator(".st-key-lapse_attribution").count() == 0
     panel.get_by_role("button", name="Start again").click()
-    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60, about \d+ s left")).wait_for()
+    panel.get_by_text(re.compile(r"Drawing every checkpoint: \d+ of 60 after \d+ s, about \d+ s left")).wait_for()
     panel.get_by_role("button", name="Cancel").click()
     panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
 

@@ -70,7 +70,7 @@ def test_the_level_stands_in_every_sentence(ninety):
         "page": page._reading(),
         "chance": expected_by_chance([j.verdict for j in judged]),
         "band": _curve(rows, "step", paired=True)[1],
-        "start page": finding._method(compared),
+        "start page": finding.method(compared),
         "whiskers": plots.intervals(table, "title").layout.title.subtitle.text,
     }
     for name, sentence in sentences.items():

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from workbench import plots
-from workbench.plots import training
+from workbench.plots import attention, training
+from workbench.plots import heads as single
 from workbench.plots.style import values_by_axis
 from workbench.runs.records import provenance, records
 
@@ -83,9 +84,14 @@ def check(figure):
             assert axis.dtick == 1 or np.ptp(numbers) > 16, f"{axis.title.text} has ticks between whole numbers"
 
 
-@pytest.mark.parametrize("extreme", EXTREMES)
-@pytest.mark.parametrize("form", ["profile", "heads", "bars", "steps"])
-def test_a_figure_of_extreme_records_shows_all_it_draws(extreme, form):
+CASES = [("profile", name) for name in EXTREMES] + [
+    ("heads", "one seed"), ("heads", "equal values"), ("heads", "48 layers"), ("heads", "negative"), ("bars", "huge spread"),
+    ("bars", "equal values"), ("bars", "large error"), ("steps", "one seed"), ("steps", "rounding noise"), ("steps", "a NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "extreme"), CASES)
+def test_a_figure_of_extreme_records_shows_all_it_draws(form, extreme):
     given = EXTREMES[extreme] | ({"heads": 4} if form == "heads" else {})
     given |= {"layers": 1} if form == "bars" else {"steps": (0, 5, 20), "layers": 1} if form == "steps" else {}
     frame = measured(**given)
@@ -133,6 +139,29 @@ def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
     figure = plots.grids([("a", plots.Grid(values, rows, columns, "nats", "layer", "token", texts))], "Map")
     check(figure)
     assert figure.layout.height >= 14 * len(rows), "the words of neighbouring rows overlap"
+
+
+def test_figures_of_heads_and_tokens_hold_extreme_numbers():
+    flat, spiky = np.tril(np.full((48, 2, 8, 8), 1e-9)), np.tril(np.zeros((48, 2, 8, 8)))
+    spiky[0, 0, 3, 0] = 1.0
+    for tiles in (flat, spiky):
+        check(attention.tiles([("a", tiles), ("b", flat)], float(tiles.max())))
+    heads = pd.DataFrame(
+        {
+            "layer": [0, 0],
+            "head": [0, 1],
+            "name": ["x", "y"],
+            "architecture": "resformer",
+            "value": [1e9, 1e9],
+            "se": [np.nan, 1e9],
+        }
+    )
+    heads = heads.assign(init=np.nan, baseline=np.nan, baseline_of=None)
+    check(single.ranking_figure(heads, "Ranking", "", ("share", "")))
+    pairs = pd.DataFrame({"key token": ["a"], "query token": ["b"], "distance": [1], "weight": [1.0]})
+    check(single.pairs_figure(pairs, "#000000", "Pairs", ""))
+    names = [str(i) for i in range(3)]
+    check(attention.received_figure([("resformer", names, np.zeros(3), np.ones(3))], "all queries"))
 
 
 def test_whiskers_of_comparisons_may_be_absent_or_huge():

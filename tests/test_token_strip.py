@@ -83,7 +83,7 @@ def test_a_choice_is_written_into_the_address_and_nothing_else(monkeypatch, told
     found = []
     monkeypatch.setattr(st, "session_state", {"strip_position": {"asked": told}})
     monkeypatch.setattr(widgets, "update_url", lambda **changes: found.append(changes))
-    token_strip._write("position", range(7, 11), ("target",), none)
+    token_strip.write_position("position", range(7, 11), ("target",), none)
     assert found == ([] if written is None else [written])
 
 

@@ -166,3 +166,18 @@ def test_an_imported_model_keeps_its_name(source):
     )
     assert RunAtStep(entry, 0).title == "gpt2, step 0"
     assert RunAtStep(entry, 0, "A").series == "transformer · A: gpt2, step 0"
+
+
+def test_pages_are_linked_with_the_experiment_that_is_shown(browse, populated):
+    links = [e.proto.query_string for e in browse(populated, "depth").sidebar.get("page_link")]
+    assert len(links) > 6
+    assert all("set=text-2x16" in link for link in links), "another page would choose an experiment of its own"
+
+
+def test_a_model_that_cannot_be_opened_says_why(browse, populated, tmp_path):
+    at = browse(populated, "start", show="here")
+    at.text_input(key="open_path").set_value(str(tmp_path / "nowhere.pt"))
+    at.run()
+    at.button(key="open_model").click()
+    dashboard.settled(at.run())
+    assert any("nowhere" in w.value.replace("\\", "") for w in at.warning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dashboard
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench.data.tasks import SYMBOLS
@@ -62,6 +63,24 @@ def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(a
     written = [SYMBOLS[i] for i in row[: len(row) // 2]]
     assert [t for t in begins if t in SYMBOLS][: len(written)] == written
     assert {d[0] for d in drawing.figure.data[0].customdata} == set(range(10))
+
+
+def test_documents_are_sorted_by_a_measure_or_by_the_difference_of_two_models(ask):
+    run, other = (Run.open(ask.folder / name) for name in (RUN, "race-svformer-s0"))
+    values = measured(run.path, run.data.sample(DOCUMENTS, 16).hash)
+    measured(other.path, run.data.sample(DOCUMENTS, 16).hash)
+    for path in other.path.glob("records/bb*.parquet"):
+        frame = pd.read_parquet(path).assign(run=other.name, architecture="svformer")
+        frame.assign(value=frame["value"] * (0.5 if "samples" in path.name else 1.0)).to_parquet(path)
+    assert depth.behind(ask, link(layer=1, order="highest")).table["document"].iloc[0] == 5
+    assert depth.behind(ask, link(layer=1, order="lowest")).table["document"].iloc[0] == 17
+    both = link(layer=1, compare=1, b=other.name, step=STEP, step_b=STEP, minus=1, order="highest")
+    drawing = depth.behind(ask, both)
+    assert drawing.table["value"].iloc[0] == pytest.approx(0.5 * values[5, 1].mean())
+    assert "A − B" in drawing.figure.layout.title.subtitle.text
+    assert depth.behind(ask, both.but(minus=0)).table["value"].iloc[0] == pytest.approx(values[5, 1].mean()), (
+        "of A alone"
+    )
 
 
 def test_a_head_of_a_layer_has_its_own_documents_and_a_layer_that_is_not_there_is_refused(ask):

@@ -273,3 +273,27 @@ def test_attention_opens_on_the_most_concentrated_head_at_all_steps(ask):
         assert (found.layer, found.head) == (LAYER, HEAD)
     assert attention.attention_options(ask, link.but(layer=0)).layer == 0
     assert attention.attention_options(ask, link.but(head=0)).head == 0
+
+
+def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path):
+    source = dashboard.kept(dashboard.copied(populated, tmp_path / "runs"))
+    common = {
+        "run": "text-resformer-s0",
+        "architecture": "resformer",
+        "seed": 0,
+        "step": 20,
+        "unit": "share",
+        "provenance": dashboard.known(),
+    }
+    planted = {("sink_mass", None): [[0.9, 0.1], [0.1, 0.1]], ("induction_score", None): [[0.9, 0.8], [0.1, 0.1]],
+               ("induction_score", "previous"): [[0.1, 0.1], [0.7, 0.1]]}  # fmt: skip
+    rows = [common | {"metric": m, "variant": v, "layer": n, "head": h, "value": values[n][h]}
+            for (m, v), values in planted.items() for n in range(2) for h in range(2)]  # fmt: skip
+    path = source.folder / "text-resformer-s0" / "records"
+    for file in path.glob("*.parquet"):
+        file.unlink()
+    write_parquet(records(rows), path / "dd.parquet")
+    entry = source.catalogue().entry("text-resformer-s0")
+    types = heads.head_types(source, [entry])
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [types[entry.name, n, h] for n, h in places] == ["sink", "induction", "previous token", "other"]

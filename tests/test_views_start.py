@@ -128,7 +128,7 @@ def test_runs_that_never_copy_are_counted_and_have_no_interval():
     assert finding.headline(made) == (
         "SVFormer copies 390 steps earlier than the Transformer. Never: Transformer 2 of 3 runs."
     )
-    assert "log-rank" in finding._method(made)
+    assert "log-rank" in finding.method(made)
 
 
 # ---- this model ----

@@ -8,6 +8,7 @@ The address holds the selected position. Other elements of the page mark the tok
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,15 +49,7 @@ def draw_token_strip(
     data = packed_token_strip(
         tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none
     )
-    positions = range(first, first + len(tokens))
-
-    def write() -> None:
-        match (st.session_state.get(_name(key)) or {}).get("asked"):
-            case {"token": None} if none:
-                widgets.update_url(**dict.fromkeys((*clears, key)))
-            case {"token": int(position)} if position in positions:
-                widgets.update_url(**dict.fromkeys(clears), **{key: position})
-
+    write = functools.partial(write_position, key, range(first, first + len(tokens)), tuple(clears), none)
     _element(key=_name(key), data=data, on_asked_change=write)
 
 
@@ -94,6 +87,15 @@ def packed_token_strip(
         "values": [float(f"{v:.5g}") if ok else None for v, ok in zip(values, finite, strict=True)],
         "top": top, "most": most, "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in colour_table(SEQUENTIAL, COLOURS)],
     }  # fmt: skip
+
+
+def write_position(key: str, positions: range, clears: tuple[str, ...], none: bool) -> None:
+    """Write the position that a visitor selected into the address, if the strip has it; `none`: it may be deselected."""
+    match (st.session_state.get(_name(key)) or {}).get("asked"):
+        case {"token": None} if none:
+            widgets.update_url(**dict.fromkeys((*clears, key)))
+        case {"token": int(position)} if position in positions:
+            widgets.update_url(**dict.fromkeys(clears), **{key: position})
 
 
 def _name(key: str) -> str:

@@ -46,25 +46,21 @@ def depth_page(link: Link) -> None:
         for view in drawn:
             with st.container():
                 show(view, link, take=None if view is depth.course else take)
-    _measure(link, options)
-    if widgets.toggle("Documents behind a number", "behind", help="Or click a point"):
-        _behind(link.but(behind=1))
-
-
-def _measure(link: Link, options: depth.DepthOptions) -> None:
-    """Measure what these models lack, at the selected step."""
     source = cached_source()
     runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     runs = [e for e in runs if e.steps and not e.shipped]
     panel = st.expander("Measure these models", icon=":material/add_chart:", on_change="rerun", key="open_measure")
-    if not panel.open or not runs:
-        return
-    with panel:
-        metric = st.selectbox("Measure", depth.measurable(), key="w_measure", format_func=widgets.spaced)
-        step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
-        if measure_box(f"depth_{metric}_{step}", runs, [(step, metric)], f"Measure at step {step}", depth.DOCUMENTS):
-            widgets.update_url(metric=metric)
-            st.rerun()
+    if panel.open and runs:
+        with panel:
+            metric = st.selectbox("Measure", depth.measurable(), key="w_measure", format_func=widgets.spaced)
+            step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
+            if measure_box(
+                f"depth_{metric}_{step}", runs, [(step, metric)], f"Measure at step {step}", depth.DOCUMENTS
+            ):
+                widgets.update_url(metric=metric)
+                st.rerun()
+    if widgets.toggle("Documents behind a number", "behind", help="Or click a point"):
+        _behind(link.but(behind=1))
 
 
 def _behind(link: Link) -> None:
@@ -79,6 +75,11 @@ def _behind(link: Link) -> None:
         if number.heads:
             head = widgets.choose("Head", "head", [None, *number.heads], None, show=str, width=90, placeholder="all")
             bare = bare.but(head=head)
+        bare = bare.but(
+            order=widgets.choose("Documents", "order", list(depth.ORDERS), show=depth.ORDERS.__getitem__, width=220)
+        )
+        if link.on("compare"):
+            bare = bare.but(minus=int(widgets.toggle("Difference of A and B", "minus")))
     drawing = show(depth.behind, bare, long="Reading documents")
     if drawing is None or drawing.table["prompt"].isna().all():
         return
@@ -89,7 +90,7 @@ def _behind(link: Link) -> None:
         widgets.update_url(**dict.fromkeys(("stored", *OF_A_PROMPT)) | {"prompt": row["prompt"]})
 
     shown = table[["document", "value", "pull", "prompt"]].rename(columns={"prompt": "beginning"})
-    widgets.row_table("documents", shown, selected, table, take, "Documents furthest from the mean")
+    widgets.row_table("documents", shown, selected, table, take, "Documents behind the number")
     if selected.any():
         widgets.page_link("attention", "Selected document in Attention", ":material/grid_on:", a=number.entry.name)
     else:

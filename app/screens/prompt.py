@@ -71,9 +71,19 @@ def prompt_page(link: Link) -> None:
         token_strip.draw_token_strip(
             tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=("target", "against")
         )
+
+    def take_token(point: Point) -> None:
+        if point.token is not None:
+            widgets.update_url(position=point.token, target=None, against=None)
+
+    def take_part(point: Point) -> None:
+        """Show the heads of a clicked layer's bar, and the value paths of a head's."""
+        if match := re.fullmatch(r"(attention|MLP|head) (\d{1,4})", str(point.y)):
+            widgets.update_url(**{"head" if match[1] == "head" else "layer": match[2]})
+
     with toolbar("controls"):
         shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
-        link, views, take = link.but(show=shown, position=at), PART_VIEWS[shown], _take_token
+        link, views, take = link.but(show=shown, position=at), PART_VIEWS[shown], take_token
         if shown == "layers":
             names = {name: row[0] for name, row in prompt.LENS.items()}
             link = link.but(
@@ -87,7 +97,7 @@ def prompt_page(link: Link) -> None:
                 site=widgets.choose("Site", "site", list(names), "effective", show=names.__getitem__, width=260)
             )
         elif shown == "who":
-            link, take = _attribution(link, subject.entry, text), _take_part
+            link, take = _attribution(link, subject.entry, text), take_part
         elif shown == "follow":
             if st.query_params.get("layer") == ALL:  # selected under logit attribution
                 widgets.update_url(layer=None)
@@ -97,17 +107,6 @@ def prompt_page(link: Link) -> None:
     with figures_side_by_side(least) if len(views) > 1 else st.container():
         for view in views:
             show(view, link, about=ABOUTS.get(shown, ""), take=None if view in WITHOUT_CLICKS else take)
-
-
-def _take_token(point: Point) -> None:
-    if point.token is not None:
-        widgets.update_url(position=point.token, target=None, against=None)
-
-
-def _take_part(point: Point) -> None:
-    """A click on a layer's bar shows its heads, one on a head's bar its value paths."""
-    if match := re.fullmatch(r"(attention|MLP|head) (\d{1,4})", str(point.y)):
-        widgets.update_url(**{"head" if match[1] == "head" else "layer": match[2]})
 
 
 def _attribution(link: Link, entry: Entry, text: str) -> Link:

@@ -76,7 +76,7 @@ def _introduction() -> None:
         "which are made from the tokens alone, to the values of every later layer; these pages show what that changes."
     )
     picture.image(DIAGRAM, width=440)
-    cards = (
+    cards: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
         ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
         ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
@@ -214,7 +214,7 @@ def _runs(link: Link) -> None:
             .reset_index()
         )
 
-    config: dict[str, Any] = {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
+    config: dict[Any, Any] = {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
         key="grouped" if by else "runs",
@@ -322,7 +322,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         st.session_state["drawn"].append(Drawn(link, records, {}))
         if len(runs):
             st.markdown("**Runs compared**; a link shows the run on Training.")
-            config: dict[str, Any] = {
+            config: dict[Any, Any] = {
                 c: st.column_config.NumberColumn(format="%.4g") for c in runs.select_dtypes("float")
             }
             config["address"] = st.column_config.LinkColumn("Training", display_text="show")
@@ -466,11 +466,7 @@ def _copying_heads(link: Link) -> None:
     show(start.copying_heads, link, long="Computing attention maps")
 
 
-def _expected() -> str:
-    status = start.demo_status(root())
-    return "The demo has begun; its first model appears here within a minute." if status and status.running else ""
-
-
 if __name__ == "__main__":
     page("start", ABOUT, start_page, _select)
-    wait_for_own_runs(LIVE, _expected)
+    coming = "The demo has begun; its first model appears here within a minute."
+    wait_for_own_runs(LIVE, lambda: coming if (status := start.demo_status(root())) and status.running else "")

@@ -108,5 +108,9 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
     for name, shown, _ in drawn:
         for kind in [".png"] * png + [".svg"] * svg:
             path = out / "figures" / f"{name}{kind}"
-            written.append(save_figure(plots.paper(shown), path, width=WIDTH, height=int(shown.layout.height or 500)))
+            written.append(
+                save_figure(
+                    plots.paper_page(plots.paper(shown)), path, width=WIDTH, height=int(shown.layout.height or 500)
+                )
+            )
     return written

@@ -192,8 +192,8 @@ class Evidence:
         if not self.settings:
             self.settings.extend(best_first)
         first = best_first[0]
-        here = first[first["model"].isin([*names, control])]
-        self.compared.append(here.assign(beside=~here["model"].isin(names)))
+        runs_of = first[first["model"].isin([*names, control])]
+        self.compared.append(runs_of.assign(beside=~runs_of["model"].isin(names)))
         return self.of_runs(first)
 
     @cached_property

@@ -22,7 +22,7 @@ from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
 from workbench.plots.forms import SPREADS
 from workbench.plots.grids import Grid, grid_table, grids, unique
 from workbench.plots.losses import against_loss_figure
-from workbench.plots.output import CONFIG, alt_text, paper, table
+from workbench.plots.output import CONFIG, alt_text, paper, paper_page, table
 from workbench.plots.page import html
 from workbench.plots.published import budget_figure, coefficients_by_layer
 from workbench.plots.records import FORMS, form_of, plot
@@ -49,7 +49,8 @@ __all__ = [
     "alt_text", "attention_map_figure", "attention_pair", "beside", "budget_figure", "coefficients_by_layer",
     "coefficients_figure", "colour", "compared",
     "concentration_figure", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
-    "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "plot",
+    "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "paper_page",
+    "plot",
     "race_figure",
     "reading_direction", "relative_to_baseline", "sinks_figure", "site", "subtitle", "symbol", "table", "timelapse_figure",
     "unique", "untitled", "value_path", "verdicts_figure",

@@ -10,8 +10,9 @@ import plotly.graph_objects as go
 
 from workbench.plots.grids import safe
 from workbench.plots.records import plot
-from workbench.plots.style import LINE, plain, titled, wrapped
+from workbench.plots.style import LINE, narrow, plain, titled, wrapped
 
+LETTERS = 125  # of a line of a subtitle in a figure of full width
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 
 
@@ -58,15 +59,25 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values(axes, kind="stable").reset_index(drop=True)
 
 
-def paper(figure: go.Figure, background: str = "white", caption: str = "") -> str:
-    """Return an HTML page for taking pictures: dark text on a background (CSS colour), `caption` under the subtitle, no buttons."""
+def paper(figure: go.Figure, background: str = "white", caption: str = "", letters: int = LETTERS) -> go.Figure:
+    """Return a figure for a picture: dark text on a background (CSS colour), and `caption` under the subtitle.
+
+    `letters`: characters of a line of the subtitle; fewer than `LETTERS` also move the legend under the figure.
+    """
     drawn = titled(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
+    if letters < LETTERS:
+        drawn = narrow(drawn, letters)
     if caption:
-        under = "<br>".join(filter(None, (drawn.layout.title.subtitle.text, wrapped(safe(caption), 125))))
-        room = LINE * (under.count("<br>") + 1 - str(drawn.layout.title.subtitle.text or "").count("<br>"))
-        drawn.update_layout(
-            title_subtitle_text=under, height=drawn.layout.height + room, margin_t=drawn.layout.margin.t + room
-        )
+        before = str(drawn.layout.title.subtitle.text or "")
+        under = "<br>".join(filter(None, (before, wrapped(safe(caption), letters))))
+        room = LINE * (under.count("<br>") - before.count("<br>"))
+        margin, height = drawn.layout.margin.t + room, drawn.layout.height + room
+        drawn.update_layout(title_subtitle_text=under, height=height, margin_t=margin)
+    return drawn
+
+
+def paper_page(drawn: go.Figure) -> str:
+    """Return an HTML page of a figure for taking its picture, without buttons."""
     return drawn.to_html(
         include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
     )

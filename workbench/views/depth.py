@@ -40,6 +40,11 @@ METRIC = "token_identity_share"
 FIRST = ("importance_entropy", METRIC, "sink_mass", "loss")
 """Measures that are shown by default, the first that is stored."""
 DOCUMENTS = 64  # that a page measures on
+ORDERS = {
+    "furthest": "furthest from the mean",
+    "highest": "with the highest values",
+    "lowest": "with the lowest values",
+}
 MOST, OPENING = 10, 48  # documents that are shown; tokens of an excerpt, roughly
 
 
@@ -224,14 +229,14 @@ def differences(source: Source, link: Link) -> Drawing:
     )
     figure = plots.layer_differences(shown, title, wrapped(under, 125), axis)
     sentences = []
-    for name, part in table.groupby("architecture", sort=False):
+    for model, part in table.groupby("architecture", sort=False):
         layers_of = part.loc[part["significant"], "layer"].tolist()
         where = (
             f"differs in layer{'s' * (len(layers_of) > 1)} {listed(list(map(str, layers_of)))}"
             if layers_of
             else "no layer differs"
         )
-        sentences.append(f"{plain(plots.label(str(name)))}: {where}")
+        sentences.append(f"{plain(plots.label(str(model)))}: {where}")
     sentence = (
         f"{'. '.join(sentences)} ({seeds}, Holm-adjusted)."
         if tested
@@ -395,9 +400,16 @@ def behind(source: Source, link: Link) -> Drawing:
     if not link.on("behind"):
         raise WorkbenchError("drawn with behind=1")
     number, selected = number_behind(source, link), depth_options(source, link)
-    values = number.values
+    values, order, minus = number.values, link.choice("order", ORDERS), link.on("minus") and link.on("compare")
+    if minus:
+        b = source.subjects(link)[1]
+        other = number_behind(source, link.but(a=b.entry.name, step=b.step, layer=number.layer, head=number.head))
+        if facts(other.provenance).get("data") != facts(number.provenance).get("data"):
+            raise WorkbenchError("A and B were measured on different documents, so they have no difference by document")
+        values = (values - other.values).dropna()
     pull = (values - values.mean()) / len(values)
-    top = pull.abs().sort_values(ascending=False, kind="stable").head(MOST).index
+    by = pull.abs() if order == "furthest" else values
+    top = by.sort_values(ascending=order == "lowest", kind="stable").head(MOST).index
     texts = source.keep(
         ("texts of documents", number.entry.path, number.entry.stamp, number.provenance), lambda: _texts(source, number)
     )
@@ -406,10 +418,9 @@ def behind(source: Source, link: Link) -> Drawing:
         columns=["document", "value", "pull", "prompt"],
     ).assign(run=number.entry.name, step=number.step, layer=number.layer, head=number.head, unit=number.unit)
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
-    under = (
-        f"{architecture_label(number.entry.series)}, seed {number.entry.seed}, step {number.step}; the {len(table)} of "
-        f"{len(values)} documents furthest from the mean (dotted)"
-    )
+    of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}, step {number.step}"
+    of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
+    under = f"{of}; the {len(table)} of {len(values)} documents {ORDERS[order]}; dotted: mean of all"
     own = selected.rows[selected.rows["run"] == number.entry.name]
     figure = drawn.documents(
         table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: documents", under,

@@ -139,7 +139,15 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
         losses[name] = float(rows["value"].mean()) if len(rows) else math.inf
     best = min(losses, key=lambda name: (losses[name], name))
     selected = best if by_rule else group
-    outcomes = _outcomes(source, experiments[selected], outcome)
+    if outcome is COPYING:  # per seed: `at`, and `formed`, which is False for a run that never copied
+        rows = formation_steps(source.telemetry(experiments[selected], [outcome.quantity]))
+        rows = rows.assign(**censored(rows["formation_step"], rows["last_step"]))
+    else:
+        rows = (
+            _final(source, experiments[selected], outcome.quantity).rename(columns={"value": "at"}).assign(formed=True)
+        )
+    by_model = rows.groupby("architecture")
+    outcomes = {str(n): part.groupby("seed").agg({"at": "mean", "formed": "all"}) for n, part in by_model}
     base = outcomes.get(VANILLA, pd.DataFrame(columns=["at", "formed"]))
     others = plots.ordered(name for name in outcomes if name != VANILLA)
     intervals = {name: compare_steps(outcomes[name], base) for name in others}
@@ -157,18 +165,6 @@ def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame
     rows = source.telemetry(runs, [quantity])
     rows = mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()])
     return rows[rows["step"] == rows["step"].max()]
-
-
-def _outcomes(source: Source, runs: Sequence[Entry], outcome: Outcome) -> dict[str, pd.DataFrame]:
-    """The outcome per seed, by series: `at`, and `formed`, which is False for a run that never copied."""
-    if outcome is COPYING:
-        rows = formation_steps(source.telemetry(runs, [outcome.quantity]))
-        rows = rows.assign(**censored(rows["formation_step"], rows["last_step"]))
-    else:
-        rows = _final(source, runs, outcome.quantity).rename(columns={"value": "at"}).assign(formed=True)
-    return {
-        str(n): part.groupby("seed").agg({"at": "mean", "formed": "all"}) for n, part in rows.groupby("architecture")
-    }
 
 
 def headline(result: Finding) -> str:
@@ -214,10 +210,11 @@ def _direction(interval: Interval, outcome: Outcome) -> str:
     return outcome.less if interval.value < 0 else outcome.more
 
 
-def _method(result: Finding) -> str:
+def method(result: Finding) -> str:
+    """How the comparison was made, in sentences."""
     few, most = result.seeds
-    seeds, many = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
-    holm = f", Holm-adjusted over {many} models" if many > 1 else ""
+    seeds, models = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
+    holm = f", Holm-adjusted over {models} models" if models > 1 else ""
     sentences = [
         f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
         if most > 1
@@ -269,4 +266,4 @@ def finding_differences(source: Source, link: Link) -> Drawing:
     under = f"{result.title}; left of 0: {result.outcome.less}"
     many = f"{len(table)} models" if len(table) > 1 else ""
     drawn = plots.narrow(plots.intervals(table, result.outcome.title, under, adjusted=many), HALF_PAGE)
-    return Drawing(drawn, table, _method(result))
+    return Drawing(drawn, table, method(result))

@@ -41,7 +41,14 @@ def follow(source: Source, link: Link) -> Drawing:
             sentences.append(f"{subject.title} is left out: {error}.")
             continue
         paths.append(_path(subject, flow))
-        tables.append(_table(subject, flow))
+        # a source's `amount` is its projection, its `total` the value's norm
+        parts = flow.parts.rename(columns={"projection": "amount"}).assign(
+            kind="source", layer=flow.layer, total=flow.norm, even=float("nan")
+        )
+        readers = flow.readers.assign(kind=["reader" if n == flow.layer else "later" for n in flow.readers["layer"]])
+        queries = flow.queries.assign(kind="query", layer=flow.layer, way="attention", path="value")
+        queries["token"] = [flow.tokens[int(q)] for q in queries["query"]]
+        tables.append(pd.concat([parts, readers, queries]).reindex(columns=COLUMNS).assign(model=subject.title))
         sentences.append(_sentence(subject, flow))
     figure = plots.value_path(
         paths, f"Value flow of {quoted(tokens[at])}",
@@ -57,17 +64,6 @@ def default_layer(subject: RunAtStep) -> int:
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _table(subject: RunAtStep, flow: prompts.ValueFlow) -> pd.DataFrame:
-    """All numbers as rows; a source's `amount` is its projection and its `total` the value's norm."""
-    parts = flow.parts.rename(columns={"projection": "amount"}).assign(
-        kind="source", layer=flow.layer, total=flow.norm, even=float("nan")
-    )
-    readers = flow.readers.assign(kind=["reader" if n == flow.layer else "later" for n in flow.readers["layer"]])
-    queries = flow.queries.assign(kind="query", layer=flow.layer, way="attention", path="value")
-    queries["token"] = [flow.tokens[int(q)] for q in queries["query"]]
-    return pd.concat([parts, readers, queries], ignore_index=True).reindex(columns=COLUMNS).assign(model=subject.title)
 
 
 def _groups(flow: prompts.ValueFlow) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ METRICS, TOP = ("row_entropy", "sink_mass"), 20
 ENDS = {"highest": "highest first", "lowest": "lowest first"}
 DOCUMENTS, MAX_T, PASSAGES = 32, 256, 10
 """Validation documents that are read, most tokens of each, passages that are shown."""
+TYPES = {
+    "sink": ("sink_mass", None, SINK_MASS), "previous token": ("induction_score", "previous", 0.4),
+    "induction": ("induction_score", None, 0.4),
+}  # fmt: skip
+"""Metric, variant and least value of a head's type; the last two thresholds are this project's own."""
 INIT = "random init, mean over the run's heads"
 ALONE = ("position", "index", "source", "part")
 """Axes that numbers of single heads do not have."""
@@ -99,6 +105,27 @@ def _runs(source: Source, link: Link) -> list[Entry]:
     return [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
 
 
+def head_types(source: Source, runs: Sequence[Entry]) -> dict[tuple[str, int, int], str]:
+    """Return the type of heads (run, layer, head) by their stored measures at the last step: the first of `TYPES`.
+
+    Heads without any of these measures have no type; heads with one, and none of the types, are `other`.
+    """
+    rows = source.records(runs, sorted({metric for metric, *_ in TYPES.values()}))
+    rows = rows[rows["control"].isna() & rows["layer"].notna() & rows["head"].notna()]
+    rows = rows[
+        rows["step"].fillna(0) == rows.groupby(["run", "metric"], observed=True)["step"].transform("max").fillna(0)
+    ]
+    types: dict[tuple[str, int, int], str] = {}
+    for name, (metric, variant, least) in reversed(TYPES.items()):
+        of = rows[
+            (rows["metric"] == metric) & (rows["variant"].isna() if variant is None else rows["variant"] == variant)
+        ]
+        for run, layer, head, value in of[["run", "layer", "head", "value"]].itertuples(index=False):
+            place = str(run), int(layer), int(head)
+            types[place] = name if value > least else types.get(place, "other")
+    return types
+
+
 # ---- the ranking -----------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +156,9 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
         table = table.assign(name=[f"{whose}{plots.DETAIL}L{n} H{h}" for whose, n, h in heads]).drop(columns="whose")
         table = table.sort_values(["run", "tag", "layer", "head"], kind="stable")
         table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable").reset_index(drop=True)
-        return table.assign(rank=table.index + 1)
+        types = head_types(source, _runs(source, link))
+        kinds = [types.get(place, "") for place in zip(table["run"], table["layer"], table["head"], strict=True)]
+        return table.assign(rank=table.index + 1, type=kinds)
 
     table: pd.DataFrame = source.keep(key, rank)
     return table
@@ -270,7 +299,12 @@ def history(source: Source, link: Link) -> Drawing:
 def passages(source: Source, link: Link) -> Drawing:
     """The largest attention weights of the selected head in validation text, without position 0 and the query itself."""
     picked = head_of(source, link)
-    subject = _with_weights(picked)
+    steps = picked.entry.steps
+    if not steps:
+        why = "is shipped without weights" if picked.entry.shipped else "has no checkpoint"
+        raise WorkbenchError(f"{run_name(picked.entry)} {why}, so it cannot read text; its measures are in the ranking")
+    at = max((n for n in steps if picked.step is None or n <= picked.step), default=steps[0])
+    subject = RunAtStep(picked.entry, at)
     ids, pairs = source.keep(
         ("passages", picked.entry.path, picked.entry.stamp, subject.step, DOCUMENTS), lambda: _sharpest(source, subject)
     )
@@ -296,15 +330,6 @@ def passages(source: Source, link: Link) -> Drawing:
         drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under
     )
     return Drawing(figure, table, sentence)
-
-
-def _with_weights(picked: RunHead) -> RunAtStep:
-    """The head's run at a step with weights."""
-    steps = picked.entry.steps
-    if not steps:
-        why = "is shipped without weights" if picked.entry.shipped else "has no checkpoint"
-        raise WorkbenchError(f"{run_name(picked.entry)} {why}, so it cannot read text; its measures are in the ranking")
-    return RunAtStep(picked.entry, max((n for n in steps if picked.step is None or n <= picked.step), default=steps[0]))
 
 
 def _sharpest(source: Source, subject: RunAtStep) -> tuple[np.ndarray, pd.DataFrame]:

@@ -11,7 +11,7 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
 """Keys of every page: experiment, models A and B with their steps, the models that are drawn, the prompt."""
-SWITCHES = {"alone", "compare", "log", "depth", "behind"}
+SWITCHES = {"alone", "compare", "log", "depth", "behind", "minus"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -34,7 +34,7 @@ PAGES = {
     ),
     "depth": PageInfo(
         "Depth", "layers", "Any measure over layers",
-        ("metric", "site", "variant", "view", "seed", "spread", "depth", "behind", "layer", "head"),
+        ("metric", "site", "variant", "view", "seed", "spread", "depth", "behind", "order", "minus", "layer", "head"),
     ),
     "attention": PageInfo(
         "Attention", "grid_on", "Attention of every head",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from workbench.views.link import Link
     from workbench.views.source import Source
 
-WIDTH, PROMPT, CAPTION_PX = 1000, 60, 34  # pixels, characters of a prompt, pixels of a caption
+WIDTH, PROMPT = 1000, 60  # pixels, characters of a prompt
 PROMPTED = ("attention", "prompt", "intervene")
 """Pages about one prompt."""
 
@@ -96,10 +96,12 @@ def caption_of(source: Source, link: Link) -> str:
     return "; ".join(words)
 
 
-def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: str = "") -> Path:
-    """Write a figure as .svg, or as .png at three times its size, in the light theme on `background` (CSS)."""
-    height = int(drawn.layout.height or 500) + (CAPTION_PX if caption else 0)
-    return save_figure(plots.paper(drawn, background, caption), out, width=WIDTH, height=height)
+def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: str = "", width: int = WIDTH) -> Path:
+    """Write a figure as .svg, or as .png at three times its size (`width` pixels), in the light theme on `background` (CSS)."""
+    model, _, rest = caption.partition("; ")
+    caption = rest if rest and model in plots.alt_text(drawn) else caption  # the subtitle names it
+    figure = plots.paper(drawn, background, caption, letters=width // 8)
+    return save_figure(plots.paper_page(figure), out, width=width, height=int(figure.layout.height or 500))
 
 
 def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str) -> None:
