@@ -63,10 +63,14 @@ at its best of 5 rates on a seed that is not reported):
 
 The middle of a run depends on its rate, which is 0.012 for ResFormer and SVFormer, 0.006 for the Transformer and 0.003 for halved
 values. The rates were chosen at 20 tokens per parameter on one seed, where 0.006 and 0.012 tie for ResFormer. By the rule above these
-claims stay *not tested*: the loss still falls by up to 0.026 nats over the last tenth (median over seeds). Rates tuned at 50 tokens
-per parameter on three seeds are the next step, about 3 hours of one core.
+claims stay *not tested*: the loss still falls by up to 0.026 nats over the last tenth (median over seeds). The study `losses100` doubles
+the steps, at rates that `losses50_rates` tunes at 50 tokens per parameter: 32 runs, about 130 minutes of one core.
 
-Further studies are queued. Missing runs are trained in order, and resumed after an interruption, by `for study in losses20 sinks_long; do
+**Concentration needs larger models.** A pilot of the same size (1 seed, 20 tokens per parameter, a start token before every sequence)
+forms no sink. Its strongest head gives the first token 0.035 of its attention, which is the value of uniform attention. Concentration at 10 tokens
+per parameter is therefore not tested at this size.
+
+Missing runs are trained in order, and resumed after an interruption, by `for study in losses50_rates losses100 losses20 sinks_long; do
 workbench study $study --runs RUNS --workers 1 || break; done`.
 
 """
