@@ -67,8 +67,8 @@ claims stay *not tested*: the loss still falls by up to 0.026 nats over the last
 the steps, at rates that `losses50_rates` tunes at 50 tokens per parameter: 32 runs, about 130 minutes of one core.
 
 **Concentration needs larger models.** A pilot of the same size (1 seed, 20 tokens per parameter, a start token before every sequence)
-forms no sink. Its strongest head gives the first token 0.035 of its attention, which is the value of uniform attention. Concentration at 10 tokens
-per parameter is therefore not tested at this size.
+forms no sink. Its strongest head gives the first token 0.035 of its attention, which is the value of uniform attention. So concentration
+at 10 tokens per parameter is not tested at this size.
 
 Missing runs are trained in order, and resumed after an interruption, by `for study in losses50_rates losses100 losses20 sinks_long; do
 workbench study $study --runs RUNS --workers 1 || break; done`.

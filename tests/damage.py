@@ -39,8 +39,7 @@ from workbench.checkpoints.identify import CONFIG, WEIGHTS
 from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
-from workbench.claims.collect import usable
-from workbench.claims.stored import stored
+from workbench.claims.collect import stored, usable
 from workbench.cli.serving import NOTE, _ours
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files, load_corpus, save_corpus

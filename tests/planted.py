@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims import CLAIMS, RUN_COLUMNS, Evidence
-from workbench.claims.by_metric import ByMetric
+from workbench.claims.evidence import ByMetric
 from workbench.runs.records import records
 
 FACTS = {

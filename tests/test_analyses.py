@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
 from workbench.claims import CLAIMS, DECIDED, QUESTIONS, STATUSES, collect
-from workbench.claims.analysis import WIDTH, analyse, verdict_table, write_figures, write_tables
-from workbench.claims.collect import find_runs, gather, matching_steps, metrics_needed, run_facts
+from workbench.claims.analysis import WIDTH, analyse, verdict_table, write_figures, write_page, write_tables
+from workbench.claims.collect import find_runs, gather, matching_steps, metrics_needed, run_facts, stored
 from workbench.claims.judging import chosen
-from workbench.claims.page import write_page
-from workbench.claims.stored import stored
 from workbench.cli import app
 from workbench.data.sources import prepare
 from workbench.errors import BadData, NotMeasured, UnknownName, WorkbenchError

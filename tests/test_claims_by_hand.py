@@ -9,11 +9,11 @@ from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, w
 from scipy import stats
 
 from workbench.claims import CLAIMS, collect
+from workbench.claims.analysis import article
 from workbench.claims.depth import _late
 from workbench.claims.evidence import model_mean
 from workbench.claims.judging import Judged
 from workbench.claims.optimisation import _gradients
-from workbench.claims.page import article
 from workbench.claims.sharing import _races
 from workbench.claims.sinks import need_sinks
 from workbench.claims.verdict import InsufficientEvidence

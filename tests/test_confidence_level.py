@@ -11,11 +11,11 @@ from planted import evidence, losses, runs
 from scipy import stats
 
 from workbench import plots
-from workbench.claims import page
+from workbench.claims import analysis
 from workbench.claims.evidence import model_mean
 from workbench.claims.judging import chosen, judge
 from workbench.claims.verdict import decide, expected_by_chance, judge_differences
-from workbench.plots.forms import _curve
+from workbench.plots.records import _curve
 from workbench.statistics import intervals
 from workbench.statistics.intervals import over_documents, over_seeds
 from workbench.views import finding
@@ -67,7 +67,7 @@ def test_the_level_stands_in_every_sentence(ninety):
     compared = finding.Finding(finding.LOSS, "g", "", {"g": 1.0}, "g", {"resformer": interval}, {}, {})
     table = pd.DataFrame({"comparison": ["a"], "value": [1.0], "low": [0.0], "high": [2.0], "unit": ["nats"]})
     sentences = {
-        "page": page._reading(),
+        "page": analysis.how_to_read(),
         "chance": expected_by_chance([j.verdict for j in judged]),
         "band": _curve(rows, "step", paired=True)[1],
         "start page": finding.method(compared),

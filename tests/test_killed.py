@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 from analyses.common import QUICK_MODEL, quick_runs
-from workbench import cli
 from workbench.config import TrainConfig
 from workbench.console import time_left
 from workbench.data.sources import RepeatedData
@@ -55,25 +54,6 @@ def test_time_left_does_not_count_what_was_there_already():
     assert time_left([0.01, 2.0, 0.02, 4.0], 5) == 15.0
     assert time_left([2.0], 0) is None
     assert time_left([], 3) is None
-
-
-class Interrupted:
-    """Its end is the moment at which somebody presses Ctrl-C."""
-
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_that_lands_in_a_destructor_prints_nothing_and_other_errors_there_do(monkeypatch, capsys):
-    class Broken:
-        def __del__(self):
-            raise ValueError("broken")
-
-    monkeypatch.setattr(sys, "unraisablehook", cli._dropped)
-    Interrupted()
-    assert capsys.readouterr().err == ""
-    Broken()
-    assert "ValueError: broken" in capsys.readouterr().err
 
 
 def test_what_jobs_return_is_heard(forkserver, monkeypatch):

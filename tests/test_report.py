@@ -9,10 +9,9 @@ import dashboard
 import pytest
 
 from workbench import files
-from workbench.claims.analysis import Analysis
+from workbench.claims.analysis import Analysis, write_page
+from workbench.claims.collect import stored
 from workbench.claims.judging import chosen, judge, with_figure
-from workbench.claims.page import write_page
-from workbench.claims.stored import stored
 from workbench.errors import BadData
 from workbench.reports.folder import write_report
 from workbench.runs.catalogue import catalogue

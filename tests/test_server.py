@@ -172,7 +172,7 @@ def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(
     finally:
         starter.kill()
         starter.wait()
-    assert soon(lambda: not serving._taken(port), 10)
+    assert soon(lambda: not serving._healthy(port), 10)
 
 
 def soon(true, within):

@@ -12,8 +12,7 @@ from app_pages import charts, said
 
 import workbench
 from workbench.claims import collect as collecting
-from workbench.claims.collect import collect, find_runs
-from workbench.claims.stored import stored
+from workbench.claims.collect import collect, find_runs, stored
 from workbench.data import sources
 from workbench.data.corpus import Corpus, Document
 from workbench.data.examples import examples

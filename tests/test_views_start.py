@@ -15,9 +15,9 @@ import pytest
 
 from workbench import plots
 from workbench.claims import all_verdicts
-from workbench.claims.apart import judge_apart
+from workbench.claims.all_verdicts import judge_apart
+from workbench.claims.collect import stored
 from workbench.claims.judging import chosen
-from workbench.claims.stored import stored
 from workbench.claims.verdict import Verdict
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED

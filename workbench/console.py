@@ -32,8 +32,7 @@ def say(text: str) -> None:
 def print_table(rows: Any) -> None:
     """Print a data frame or a list of rows: on a terminal a table that fits its width, elsewhere TSV with all rows.
 
-    Empty columns and the provenance are left out. On a terminal, constant columns become a caption, and a table that is too
-    wide is cut into several, so that no number is broken over two lines.
+    On a terminal, constant columns become a caption, and a table that is too wide is cut into several.
     """
     if hasattr(rows, "to_dict"):
         rows = rows.drop(columns="provenance", errors="ignore").dropna(axis=1, how="all").to_dict("records")
@@ -104,8 +103,7 @@ def _cell(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-Progress = Callable[[int, int, str], None]
-"""Called with (pieces done, number of pieces, present piece)."""
+Progress = Callable[[int, int, str], None]  # called with (pieces done, number of pieces, present piece)
 EVERY = 5.0  # seconds between two lines where no terminal shows a bar
 _silent = False
 
@@ -163,10 +161,7 @@ class Task:
 
 @contextmanager
 def progress(name: str, total: int = 0) -> Iterator[Task]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line every few seconds, nothing if `silence`d.
-
-    The yielded task is called like `Progress`.
-    """
+    """Show progress on stderr, through a task called like `Progress`: a bar on a terminal, else a line every few seconds."""
     terminal = errors.is_terminal and not errors.is_dumb_terminal
     task = Task(name, total)
     with contextlib.nullcontext() if _silent else _bar(task) if terminal else _lines(task):
@@ -217,9 +212,6 @@ def _bar(task: Task) -> Iterator[None]:
 
 
 def time_left(took: Sequence[float], more: int) -> float | None:
-    """Estimate the seconds of `more` pieces from the durations so far; None if unknown.
-
-    Pieces under a tenth of the longest are left out: they existed already and took almost no time.
-    """
+    """Estimate the seconds of `more` pieces from the durations so far; those that took no time existed already."""
     real = [seconds for seconds in took if seconds >= max(took) / 10]
     return more * sum(real) / len(real) if real and more else None

@@ -1,7 +1,4 @@
-"""Ranks and collectives of the processes that `accelerate launch` or `torchrun` started. In a single process these functions do nothing.
-
-Objects are pickled between the processes of one launch only; no file is read that way.
-"""
+"""Ranks and collectives of the processes that `accelerate launch` or `torchrun` started; without them nothing happens."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ class InUse(WorkbenchError):
 class OnlyHere(WorkbenchError):
     """Files that are complete on this machine but could not be uploaded to the folder's URL."""
 
-    made: Any = None
-    """The result of the call, if it is more than files: the records of `measure`."""
+    made: Any = None  # the result of the call, if it is more than files: the records of `measure`
 
 
 class NotCovered(BadCheckpoint):

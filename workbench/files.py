@@ -43,10 +43,7 @@ def writable(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces `path` on success and is removed on failure.
-
-    Raises `WorkbenchError` if the path is not `writable` or the disk refuses (full, quota, read-only).
-    """
+    """Yield a temporary path beside `path`, which replaces `path` on success; raises `WorkbenchError` if the disk refuses."""
     part = writable(path).with_name(f".{uuid.uuid4().hex[:12]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,9 +53,7 @@ ACTIVATIONS: dict[str, Activation] = {
         hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
     ),
     "v_weights": _block(
-        "attn.hook_v_weights",
-        "pos kv_head source",
-        "value coefficients of each token, if they depend on it; own last",
+        "attn.hook_v_weights", "pos kv_head source", "value coefficients of each token, if they depend on it; own last"
     ),
     "table_v": _block("attn.table.hook_v", "pos kv_head d_head", "value looked up by token id"),
     "cross_v": _block(
@@ -177,11 +175,9 @@ class ByHookName(dict[str, V]):
 STATISTICS = ("received", "row_entropy", "row_max", "sink", "lse")
 """Attention statistics at `attn.hook_<name>`, which the kernel computes without a T x T array."""
 
-NULL = "null"
-"""A further statistic of sink logits: the attention of each row that goes to no token."""
+NULL = "null"  # A further statistic of sink logits: the attention of each row that goes to no token
 
-QUADRATIC = ("hook_attn_scores", "hook_pattern")
-"""Hook points with T x T tensors."""
+QUADRATIC = ("hook_attn_scores", "hook_pattern")  # hook points with T x T tensors
 
 
 def position_axis(hook: str) -> int | None:
@@ -222,10 +218,6 @@ def layer_of(hook: str) -> int | None:
 
 
 class NamedHookPoints:
-    """Base class of models with these hook points: our own, and observed ones of `workbench.observe`.
+    """Base class of models with these hook points, our own and observed ones; this module needs no torch."""
 
-    This module needs no torch, so code that must not import the models can check for the class.
-    """
-
-    foreign: Any = None
-    """The observed module; None for our own models."""
+    foreign: Any = None  # the observed module; None for our own models

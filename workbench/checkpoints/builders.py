@@ -1,11 +1,9 @@
 """Runs of your own decoders: your function builds the module, and the checkpoint's weights are loaded into it.
 
     workbench import out/ --name mine --builder my_model:build
-    WORKBENCH_BUILDERS=my_model:build workbench app
+    WORKBENCH_BUILDERS=my_model:build workbench app    # `load` calls only the builders that this names, joined by commas
 
-`build(settings)` gets the checkpoint's settings (nanoGPT's `model_args`, `--config key=value`) as a dictionary and returns the module. It
-is imported from the current folder or an installed package. A name in a file runs nothing: `load` calls only builders that
-`WORKBENCH_BUILDERS` names, joined by commas.
+`build(settings)` gets the checkpoint's settings (nanoGPT's `model_args`, `--config key=value`) as a dictionary and returns the module.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +36,12 @@ from workbench.observing.recognition.structure import UNLIMITED
 
 MODEL_TYPE = "builder"
 RESERVED = ("app", "workbench", "analyses", "tests")
-LENGTHS = (32, 16, 8)
-"""Numbers of random tokens to observe a module on, the first that it accepts."""
-MAX_PROBED, TOLERANCE = 128, 1e-2
-"""Most positions of the text whose logits are summed with random weights, and the tolerance of these sums relative to the largest."""
+LENGTHS = (32, 16, 8)  # numbers of random tokens to observe a module on, the first that it accepts
+MAX_PROBED, TOLERANCE = 128, 1e-2  # positions of a probe's text, and tolerance of its sums relative to the largest
 
 
 def build_module(name: str, settings: Mapping[str, Any]) -> nn.Module:
-    """Return the module, in evaluation mode, that the builder `package.module:function` makes of settings.
-
-    Raises `WorkbenchError` if there is no such function, if it raises, or if it returns no module.
-    """
-    function, dtype = _function(name), torch.get_default_dtype()
-    try:
-        with torch.random.fork_rng():
-            module = function(dict(settings))
-    except (Exception, SystemExit) as error:  # code of the builder
-        raise WorkbenchError(f"{name}({dict(settings)}) raised {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_default_dtype(dtype)
-    if not isinstance(module, nn.Module):
-        raise WorkbenchError(f"{name} returned a {type(module).__name__}; a torch.nn.Module is wanted")
-    return unwrapped(module)[0].eval()
-
-
-def _function(name: str) -> Callable[[dict[str, Any]], Any]:
+    """Return the module, in evaluation mode, that the builder `package.module:function` makes of settings."""
     where, _, what = name.partition(":")
     if not where or not what.isidentifier():
         raise WorkbenchError(f"builder {name!r}: write package.module:function")
@@ -77,25 +56,49 @@ def _function(name: str) -> Callable[[dict[str, Any]], Any]:
     except (Exception, SystemExit) as error:  # code of the builder
         cause = f"cannot be imported from {here} or as a package ({type(error).__name__}: {error})"
         raise WorkbenchError(f"builder {name}: {where} {cause}") from error
-    function = getattr(imported, what, None)
-    if not callable(function):
+    if not callable(function := getattr(imported, what, None)):
         near = suggest(what, [n for n, x in vars(imported).items() if callable(x) and not n.startswith("_")])
         raise WorkbenchError(f"builder {name}: {getattr(imported, '__file__', where)} has no function {what!r}; {near}")
-    return function
+    dtype = torch.get_default_dtype()
+    try:
+        with torch.random.fork_rng():
+            module = function(dict(settings))
+    except (Exception, SystemExit) as error:  # code of the builder
+        raise WorkbenchError(f"{name}({dict(settings)}) raised {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_default_dtype(dtype)
+    if not isinstance(module, nn.Module):
+        raise WorkbenchError(f"{name} returned a {type(module).__name__}; a torch.nn.Module is wanted")
+    return unwrapped(module)[0].eval()
 
 
 def observed_of(name: str, state: State, given: Mapping[str, Any] | None = None) -> Observed:
-    """Return a checkpoint in the module of a builder, observed; `model.source` has the builder and the settings.
-
-    `given` completes and overrides the checkpoint's settings. Raises `BadCheckpoint` if tensors and module do not fit.
-    """
+    """Return a checkpoint in the module of a builder, observed; `given` completes and overrides the checkpoint's settings."""
     try:
         settings: dict[str, Any] = json.loads(json.dumps(dict(state.info.config or {}) | dict(given or {})))
     except (TypeError, ValueError) as error:
         raise BadCheckpoint(f"{state.info.path}: its configuration is more than numbers and text ({error})") from error
-    module = _filled(name, settings, state)
-    length, output = _read(module, name)
-    example = {"vocabulary": _vocabulary(module, settings, output, name), "length": length}
+    module, refused = _filled(name, settings, state), list[WorkbenchError]()
+    for length in LENGTHS:
+        try:
+            output = _called(module, _ids(1, length), name)
+            break
+        except WorkbenchError as error:
+            refused.append(error)
+    else:
+        raise refused[0]
+    vocabulary = settings.get("vocab_size")
+    if not (isinstance(vocabulary, int) and vocabulary > 0):  # the rows of an embedding that are as many as the logits
+        widths = {x.shape[-1] for _, x in tensors_in(output) if x.ndim}
+        rows = [
+            m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m.num_embeddings in widths
+        ]
+        if not rows:
+            raise WorkbenchError(
+                f"nothing says how many token ids the module of {name} reads: give --config vocab_size=N"
+            )
+        vocabulary = max(rows)
+    example = {"vocabulary": vocabulary, "length": length}
     n_ctx = next((n for key in CONTEXT if isinstance(n := settings.get(key), int) and n > 0), None)
     model = _observed(module, example, n_ctx, name)
     model.source |= state.info.provenance | {"builder": name, "settings": settings, "example": example, "n_ctx": n_ctx}
@@ -131,29 +134,6 @@ def _filled(name: str, settings: Mapping[str, Any], state: State) -> nn.Module:
 
 def _place(t: Tensor) -> tuple[Any, ...]:
     return t.data_ptr() if t.numel() else id(t), t.shape, t.stride()
-
-
-def _read(module: nn.Module, name: str) -> tuple[int, Any]:
-    """Return the largest of `LENGTHS` that a module accepts, and its output; raises the module's first error otherwise."""
-    refused: list[WorkbenchError] = []
-    for length in LENGTHS:
-        try:
-            return length, _called(module, _ids(1, length), name)
-        except WorkbenchError as error:
-            refused.append(error)
-    raise refused[0]
-
-
-def _vocabulary(module: nn.Module, settings: Mapping[str, Any], output: Any, name: str) -> int:
-    """Return the vocabulary size: from the settings, else the rows of an embedding that are as many as the logits."""
-    size = settings.get("vocab_size")
-    if isinstance(size, int) and size > 0:
-        return size
-    rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    widths = {x.shape[-1] for _, x in tensors_in(output) if x.ndim}
-    if not (rows := [n for n in rows if n in widths]):  # a table of positions may be the larger one
-        raise WorkbenchError(f"nothing says how many token ids the module of {name} reads: give --config vocab_size=N")
-    return max(rows)
 
 
 def _observed(module: nn.Module, example: Mapping[str, int], n_ctx: int | None, name: str) -> Observed:
@@ -194,11 +174,7 @@ def save_observed(model: Observed, folder: Path, **provenance: Any) -> None:
 
 
 def load_observed(name: str, state: State, device: Device = None, dtype: Dtype = None) -> Observed:
-    """Return the model of a step in the module of its run's builder, observed.
-
-    Raises `BadCheckpoint` if the builder now makes another module. This runs code by its name: `workbench.load` calls it only if the
-    environment allows it.
-    """
+    """Return the model of a step in the module of its run's builder, observed; raises `BadCheckpoint` if that changed."""
     folder, config = state.info.path, state.info.config or {}
     try:
         kept, settings = config["workbench"], config["settings"]

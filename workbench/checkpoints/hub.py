@@ -1,7 +1,4 @@
-"""Models of the Hugging Face Hub in this machine's cache, by name: `gpt2`, `EleutherAI/pythia-70m@step1000`.
-
-Only `download` uses the network (`--download`).
-"""
+"""Models of the Hub in this machine's cache, by name, as `EleutherAI/pythia-70m@step1000`; only `download` uses the network."""
 
 from __future__ import annotations
 
@@ -107,10 +104,7 @@ def revisions(name: str) -> dict[str, Path]:
 
 
 def download(name: str) -> list[Path]:
-    """Download `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache: weights, configuration, tokenizer.
-
-    Safetensors are preferred to other weights. Raises `BadCheckpoint` if the name is invalid or absent, or the network fails.
-    """
+    """Download `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache; raises `BadCheckpoint` if it fails."""
     if (named := split(name)) is None:
         raise BadCheckpoint(f"{name} is no name of the Hub, as gpt2 or EleutherAI/pythia-70m@step1000")
     repo, revision, api = *named, HfApi()

@@ -50,8 +50,7 @@ GGUF = (
     "a GGUF file (llama.cpp), which is not read: install the gguf package (extra `gguf`) and name the file itself, or save it with "
     "transformers' from_pretrained(folder, gguf_file=...).save_pretrained(OUT)"
 )
-UNREAD = SHARDS | {"*.gguf": GGUF}
-"""The same and files that may lie beside weights."""
+UNREAD = SHARDS | {"*.gguf": GGUF}  # the same and files that may lie beside weights
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,11 @@ class Checkpoint:
     path: Path
     step: int | None = None
     run: Path | None = None
-    description: Mapping[str, Any] = field(default_factory=dict)
-    """The contents of the run's `run.json`."""
+    description: Mapping[str, Any] = field(default_factory=dict)  # the contents of the run's `run.json`
     key: str = ""
     """Key of the weights in a PyTorch file, with dots between nested keys; the usual keys are tried unless given."""
-    strip_prefix: str = ""
-    """Prefix of the tensors to read, which is removed from their names."""
-    mirror: Mirror | None = None
-    """The copy of a URL's folder that the path lies in."""
+    strip_prefix: str = ""  # prefix of the tensors to read, which is removed from their names
+    mirror: Mirror | None = None  # the copy of a URL's folder that the path lies in
 
 
 def identify(
@@ -76,7 +72,7 @@ def identify(
 ) -> Checkpoint:
     """Return the checkpoint at a path, or the one of a step (`last`, `first` or a number) of a run or series.
 
-    Raises `BadCheckpoint` for a path without a checkpoint, `WorkbenchError` for an absent step. `key`, `strip_prefix`: see `Checkpoint`.
+    Raises `BadCheckpoint` for a path without a checkpoint, `WorkbenchError` for an absent step.
     """
     location = locate(path).with_weights()
     if location.is_run:
@@ -166,10 +162,7 @@ def available_steps(run: Path, description: Mapping[str, Any]) -> list[int]:
 
 
 def select_steps(steps: str | int | list[int], available: list[int], owner: str) -> list[int]:
-    """Return the available steps that are meant by `last`, `first`, `all`, `ends` (first and last), a step or a list.
-
-    Raises `UnknownName` for another word and `WorkbenchError` for a step that is not available.
-    """
+    """Return the available steps meant by `last`, `first`, `all`, `ends` (first and last), a step or a list; raises for others."""
     ends = sorted({*available[:1], *available[-1:]})
     words = {"last": available[-1:], "first": available[:1], "all": available, "ends": ends}
     if isinstance(steps, str):

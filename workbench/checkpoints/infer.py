@@ -1,8 +1,4 @@
-"""Architecture, options and sizes of a checkpoint, from its settings and the shapes of its tensors.
-
-It opens our own steps (`config.json` has the key `workbench`), directories of the ResFormer authors' code, plain Llama directories, and
-any file with Llama's tensor names.
-"""
+"""Architecture, options and sizes of a checkpoint, from its settings and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.fill import build_on_meta, shapes_of
+import torch
+
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import CONFIG
 from workbench.checkpoints.llama_names import EMBEDDINGS, HEAD, SETTINGS, SPELLINGS, llama_name
@@ -22,9 +19,10 @@ from workbench.checkpoints.rotary_settings import plain_theta
 from workbench.checkpoints.state import State, prefix_advice
 from workbench.config import ModelConfig
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, warn_caller
-from workbench.models import ARCHITECTURES, architecture
+from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
 Shapes = Mapping[str, list[int]]
+MAX_SETTING = 2**40  # of anything in a config
 COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
 LLAMAS = (["LlamaForCausalLM"], ["MistralForCausalLM"])
 
@@ -49,8 +47,7 @@ class Design:
     options: Mapping[str, Any]
     config: ModelConfig
     state: State
-    assumed: bool
-    """Whether neither the files nor the caller named the architecture."""
+    assumed: bool  # whether neither the files nor the caller named the architecture
     seed: int | None
     step: int | None
 
@@ -63,13 +60,38 @@ def infer(state: State, given: Given) -> Design:
     with an `ArchitectureAssumed` warning. Raises `BadCheckpoint` for contradictory files and `NotCovered` for models that our decoder
     does not compute.
     """
-    state = _named_as_llama(state)
+    form, theirs_of = formats().get(state.info.format), dict[str, str]()
+    for theirs in (name for name in state.tensors if not (form and name in form.constants)):
+        ours = llama_name(form.our_name(theirs) if form else theirs)
+        if ours in theirs_of:
+            both = f"{theirs_of[ours]} and {theirs}"
+            raise BadCheckpoint(f"{state.info.path} holds {ours} twice: as {both}; save one of them")
+        theirs_of[ours] = theirs
     info, values = state.info, state.info.config or {}
+    tensors = {ours: state.tensors[theirs] for ours, theirs in theirs_of.items()}
+    if values.get("tie_word_embeddings") and EMBEDDINGS in tensors:
+        tensors.setdefault(HEAD, tensors[EMBEDDINGS])
+    state = dataclasses.replace(state, tensors=tensors)
     config = config_of(state, given.config)
     if config.n_layers > max(len(state.tensors), 256):  # before so many are built
         raise BadCheckpoint(f"{info.path}: n_layers={config.n_layers}, but there are only {len(state.tensors)} tensors")
-    state = _half_rotated(state, config)
-    own = _own(values, info.path / CONFIG)
+    for ours, stored in tensors.items() if form and form.rotates_neighbours else ():
+        heads = {"q_proj": config.n_heads, "k_proj": config.n_key_value_heads}.get(ours.split(".")[-2])
+        if (
+            heads and len(stored.shape) == 2 and stored.shape[0] == heads * config.d_head
+        ):  # others are refused by their shape
+            tensors[ours] = stored.half_rotated(heads)
+    own = values.get("workbench") or {}
+    try:
+        if own:
+            known, options = architecture(own["architecture"]).options, own.get("options", {})
+            if strange := [key for key in options if key not in known]:
+                raise UnknownName(f"option of {own['architecture']}", strange[0], known)
+            _ = options | {}
+    except (KeyError, TypeError, AttributeError, WorkbenchError) as error:
+        raise BadCheckpoint(
+            f"{info.path / CONFIG} does not name its architecture well, workbench={own!r}: {error}"
+        ) from error
     name, options = given.architecture, given.options
     if own and name in (None, own["architecture"]):
         name, options = own["architecture"], {**own.get("options", {}), **options}
@@ -85,41 +107,8 @@ def infer(state: State, given: Given) -> Design:
     return Design(name, options, config, state, assumed, own.get("seed"), own.get("step", info.step))
 
 
-def _named_as_llama(state: State) -> State:
-    """Return the state with Llama's tensor names, and with the output matrix if it is tied."""
-    form, names = formats().get(state.info.format), dict[str, str]()
-    for theirs in (name for name in state.tensors if not (form and name in form.constants)):
-        name = llama_name(form.our_name(theirs) if form else theirs)
-        if name in names:
-            both = f"{names[name]} and {theirs}"
-            raise BadCheckpoint(f"{state.info.path} holds {name} twice: as {both}; save one of them")
-        names[name] = theirs
-    tensors = {name: state.tensors[theirs] for name, theirs in names.items()}
-    if (state.info.config or {}).get("tie_word_embeddings") and EMBEDDINGS in tensors:
-        tensors.setdefault(HEAD, tensors[EMBEDDINGS])
-    return dataclasses.replace(state, tensors=tensors)
-
-
-def _half_rotated(state: State, config: ModelConfig) -> State:
-    """Return the state with query and key rows in our order, for formats that rotate neighbouring columns."""
-    form = formats().get(state.info.format)
-    if form is None or not form.rotates_neighbours:
-        return state
-    tensors = dict(state.tensors)
-    for name, stored in state.tensors.items():
-        heads = {"q_proj": config.n_heads, "k_proj": config.n_key_value_heads}.get(name.split(".")[-2])
-        if (
-            heads and len(stored.shape) == 2 and stored.shape[0] == heads * config.d_head
-        ):  # others are refused by their shape
-            tensors[name] = stored.half_rotated(heads)
-    return dataclasses.replace(state, tensors=tensors)
-
-
 def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return our config of a Llama config, in older and newer spellings.
-
-    Raises `NotCovered` for settings that the decoder lacks, and `BadCheckpoint` for contradictory ones.
-    """
+    """Return our config of a Llama config, in older and newer spellings; raises `NotCovered` for what the decoder lacks."""
     if "workbench" not in values and values.get("model_type") not in COVERED:
         raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
     plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
@@ -148,8 +137,7 @@ def _config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
 def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     """Return the config of a state: its Llama config, or the settings of a script and of the tensors' shapes.
 
-    `given` completes and overrides. Defaults of Llama are assumed with a warning. Raises `NotCovered` for tensors that are not a
-    Llama's, `BadCheckpoint` for settings that are missing.
+    `given` completes and overrides. Defaults of Llama are assumed with a warning.
     """
     values, where = state.info.config or {}, state.info.path
     if "workbench" in values or "model_type" in values or (where / CONFIG).exists():
@@ -163,7 +151,15 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
                 f"{state.info.sentence()}. Its tensors ({few}, ...) are a Llama's under a prefix: {advice}"
             )
         raise NotCovered(f"{state.info.sentence()}. Its tensors ({few}, ...) are not those of a Llama-like decoder")
-    settings = _from_shapes(shapes) | _from_script(state) | dict(given)
+    first = {n.removeprefix("model.layers.0."): s for n, s in shapes.items() if n.startswith("model.layers.0.")}
+    layers = {int(m[1]) for n in shapes if (m := re.match(r"model\.layers\.(\d+)\.", n))}
+    settings: dict[str, Any] = {"n_layers": max(layers) + 1}
+    if len(shapes[EMBEDDINGS]) == 2:
+        settings |= dict(zip(("d_vocab", "d_model"), shapes[EMBEDDINGS], strict=True))
+    for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
+        if len(first.get(name, ())) == 2:
+            settings[key] = first[name][0]
+    settings |= _from_script(state) | dict(given)
     if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
         what = f"nothing says {' and '.join(missing)}"
         raise BadCheckpoint(f"{state.info.sentence()}, but {what}; give config={{...}} with them")
@@ -175,18 +171,6 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
         what = f"{' and '.join(assumed)}; {', '.join(f'{key}={defaults[key]}' for key in assumed)} is assumed"
         warn_caller(f"{where} does not say {what}. Say it with config={{...}} (--config)", ArchitectureAssumed)
     return _config(settings, where)
-
-
-def _from_shapes(shapes: Shapes) -> dict[str, Any]:
-    first = {n.removeprefix("model.layers.0."): s for n, s in shapes.items() if n.startswith("model.layers.0.")}
-    layers = {int(m[1]) for n in shapes if (m := re.match(r"model\.layers\.(\d+)\.", n))}
-    settings: dict[str, Any] = {"n_layers": max(layers) + 1}
-    if len(shapes[EMBEDDINGS]) == 2:
-        settings |= dict(zip(("d_vocab", "d_model"), shapes[EMBEDDINGS], strict=True))
-    for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
-        if len(first.get(name, ())) == 2:
-            settings[key] = first[name][0]
-    return settings
 
 
 def _from_script(state: State) -> dict[str, Any]:
@@ -202,20 +186,6 @@ def _from_script(state: State) -> dict[str, Any]:
     if (theta := plain_theta(values, state.info.path)) is not None:
         settings.setdefault("rope_theta", theta)
     return settings
-
-
-def _own(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """Return the `workbench` settings of one of our steps; empty for other checkpoints."""
-    own = values.get("workbench") or {}
-    try:
-        if own:
-            known, options = architecture(own["architecture"]).options, own.get("options", {})
-            if strange := [key for key in options if key not in known]:
-                raise UnknownName(f"option of {own['architecture']}", strange[0], known)
-            _ = options | {}
-    except (KeyError, TypeError, AttributeError, WorkbenchError) as error:
-        raise BadCheckpoint(f"{where} does not name its architecture well, workbench={own!r}: {error}") from error
-    return own
 
 
 def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -248,3 +218,20 @@ def _complete(name: str, config: ModelConfig, shapes: Shapes, options: Mapping[s
             raise BadCheckpoint(f"the tensors of {name} fit several settings, name one of {fits}")
         completed = (fits[0] if fits else {}) | completed
     return completed
+
+
+def build_on_meta(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Transformer:
+    """Return a model on the meta device; raises `BadCheckpoint` for sizes beyond all memory."""
+    what = f"no {name} can be built with {config}"
+    if (largest := max(v for v in dataclasses.astuple(config) if isinstance(v, int))) > MAX_SETTING:
+        raise BadCheckpoint(f"{what}: {largest} is beyond all sizes")
+    try:
+        with torch.device("meta"):
+            return compose(name, config, **options)
+    except (RuntimeError, OverflowError) as error:  # shapes beyond what can be counted
+        raise BadCheckpoint(f"{what}: {next(iter(str(error).splitlines()), '')}") from error
+
+
+def shapes_of(model: Transformer) -> dict[str, list[int]]:
+    """Return the shapes of the tensors by name in a file."""
+    return {llama_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}

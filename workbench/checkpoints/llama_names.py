@@ -1,7 +1,4 @@
-"""Names of tensors and settings in Hugging Face's Llama, which our steps and most checkpoints use.
-
-Tensors that Llama lacks have the names of the code that introduced them (`dwa.alphas.<block>.weight`).
-"""
+"""Names of tensors and settings in Hugging Face's Llama, which our steps and most checkpoints use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""LoRA and other adapters of peft: the base's weights with the adapter merged into them.
-
-adapter_config.json           names its base: a folder, or a model in this machine's Hub cache
-adapter_model.safetensors     Hu et al. (2021): W + (alpha / r) B A, and the other kinds that peft merges
-"""
+"""LoRA and other adapters of peft: the base's weights with the adapter merged into them."""
 
 from __future__ import annotations
 
@@ -33,10 +29,7 @@ KINDS = (  # adapters whose weights are added to a base's; other kinds name toke
 
 
 def read_merged(checkpoint: Checkpoint) -> State:
-    """Return the tensors of any checkpoint. An adapter is merged into the tensors of its base.
-
-    Raises `BadCheckpoint` with the cause: no base, no safetensors, a kind of adapter that cannot be merged.
-    """
+    """Return the tensors of any checkpoint; an adapter is merged into the tensors of its base."""
     if not (checkpoint.path / ADAPTER).is_file():
         return read_plain(checkpoint)
     folder, settings = checkpoint.path, read_json(checkpoint.path / ADAPTER)
@@ -55,10 +48,7 @@ def read_merged(checkpoint: Checkpoint) -> State:
 
 
 def _base(folder: Path, named: Any, revision: Any) -> Checkpoint:
-    """Return the base of an adapter: a folder on this machine, or a model in the Hub cache.
-
-    The file may come from anybody, so that URLs, patterns and copies of another URL are refused.
-    """
+    """Return the base of an adapter, which may come from anybody: URLs, patterns and copies of another URL are refused."""
     shown = f"{named[:200]!r}" if isinstance(named, str) else repr(named)
     where = f"{folder / ADAPTER}: base_model_name_or_path is {shown}"
     if not isinstance(named, str) or not named.strip() or "\0" in named:

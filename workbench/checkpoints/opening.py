@@ -1,10 +1,4 @@
-"""Opening of checkpoints as models: identify -> read -> infer -> build -> fill.
-
-    load("runs/text-resformer-s0", step="first")
-    load("ckpt.pt", architecture="resformer", config={"n_heads": 8})
-
-Models that our decoder does not compute are opened by another library or a builder, and observed from outside.
-"""
+"""Opening of checkpoints as models: identify -> read -> infer -> build -> fill."""
 
 from __future__ import annotations
 
@@ -17,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.checkpoints import builders, transformers_modules
-from workbench.checkpoints.fill import build_on_meta, fill
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import RUN_FILE, Checkpoint, identify
-from workbench.checkpoints.infer import Given, infer
+from workbench.checkpoints.infer import Given, build_on_meta, infer, shapes_of
+from workbench.checkpoints.llama_names import llama_name
 from workbench.checkpoints.lora import read_merged
-from workbench.checkpoints.state import Device, Dtype, Info, State
+from workbench.checkpoints.state import Device, Dtype, Info, State, misfits, prefix_advice, refuse_immense
 from workbench.checkpoints.vocabulary import tokenizer_beside
 from workbench.config import ModelConfig
 from workbench.environment import BUILDERS, variable
@@ -128,3 +122,20 @@ def _observed_step(checkpoint: Checkpoint, given: Given, device: Device, dtype: 
             f"{BUILDERS}={builder}"
         )
     return builders.load_observed(str(builder), read_merged(checkpoint), device, dtype)
+
+
+def fill(model: Transformer, state: State, device: Device = None, dtype: Dtype = None) -> Transformer:
+    """Load a state's tensors into a model, as float32 or `dtype`; raises `BadCheckpoint` with the nearest tensor names."""
+    if faults := misfits(state.shapes, shapes_of(model)):
+        what = f"a {model.architecture} with options {model.options}"
+        advice = prefix_advice(state.tensors, shapes_of(model))
+        raise BadCheckpoint(f"{state.info.path} does not hold {what}\n  {advice or faults}")
+    for name, stored in state.tensors.items():
+        if not stored.dtype.is_floating_point:
+            raise BadCheckpoint(f"{stored.path}: {name} is {stored.dtype}; quantised weights are not read")
+    state.check()
+    tensors = dict(state.read(dtype or torch.float32, device))
+    refuse_immense(tensors.items(), state.info.path)
+    model.load_state_dict({n: tensors[llama_name(n)] for n, _ in model.named_parameters()}, assign=True)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), "a tensor that no checkpoint holds"
+    return model

@@ -7,17 +7,18 @@ used: a mapped file that its owner shortens ends the process, and checksums are 
 from __future__ import annotations
 
 import pickle
+import re
+import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented way to read a checkpoint's layout
 
-from workbench.checkpoints.plain_values import STAND_INS
 from workbench.checkpoints.stored import CHUNK, Stored, first_bytes, refuse_other_kinds
 from workbench.errors import BadCheckpoint
 
@@ -33,22 +34,19 @@ def unpickle(path: Path) -> Any:
     if first_bytes(path)[:4] != ARCHIVE:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: it is no ZIP archive; copy it again")
     records = _records(path)
+    stand_ins: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
     with FakeTensorMode():
-        return _placed(_load(path), path, records)
-
-
-def _load(path: Path) -> Any:
-    try:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            if not _unsafe_globals(path):
-                raise
-        stand_ins: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
-        with _ALLOWING, torch.serialization.safe_globals([*stand_ins, *torch.serialization.get_safe_globals()]):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make the unpickler raise errors of any kind, MemoryError included
-        raise BadCheckpoint(f"{path} {_cause(path, error)}") from error
+            try:
+                contents = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:
+                if not _unsafe_globals(path):
+                    raise
+                with _ALLOWING, torch.serialization.safe_globals([*stand_ins, *torch.serialization.get_safe_globals()]):
+                    contents = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes make the unpickler raise errors of any kind, MemoryError included
+            raise BadCheckpoint(f"{path} {_cause(path, error)}") from error
+        return _placed(contents, path, records)
 
 
 def _unsafe_globals(path: Path) -> list[str]:
@@ -79,7 +77,7 @@ def _cause(path: Path, error: Exception) -> str:
 def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
     """Return the archive's records by the offset of their first byte, after checking the pickle's checksum.
 
-    Raises `BadCheckpoint` for compressed records, and for larger ones than the file: PyTorch allocates before it reads.
+    Compressed records are refused, and larger ones than the file: PyTorch allocates before it reads.
     """
     size = path.stat().st_size
     try:
@@ -110,22 +108,17 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
 def _refuse_other_archives(names: list[str], path: Path) -> None:
     """Raise `BadCheckpoint` for PyTorch programs and archives of other libraries."""
     inside = {name.split("/", 1)[-1] for name in names}
-    if any(name.startswith("code/") for name in inside):
+    script = any(name.startswith("code/") for name in inside)
+    if script or any(name.endswith(("exported_program.json", "models/model.json")) for name in names):
+        kind = "a TorchScript program (torch.jit.save)" if script else "an exported program (torch.export.save)"
+        weights = "torch.jit.load(path).state_dict()" if script else "torch.export.load(path).state_dict"
         raise BadCheckpoint(
-            f"{path} is a TorchScript program (torch.jit.save), not weights alone. If you trust it, save its weights, "
-            "torch.save(torch.jit.load(path).state_dict(), OUT), and open OUT"
-        )
-    if any(name.endswith(("exported_program.json", "models/model.json")) for name in names):
-        raise BadCheckpoint(
-            f"{path} is an exported program (torch.export.save), not weights alone. If you trust it, save its weights, "
-            "torch.save(torch.export.load(path).state_dict, OUT), and open OUT"
+            f"{path} is {kind}, not weights alone. If you trust it, save its weights, torch.save({weights}, OUT), and open OUT"
         )
     if "data.pkl" not in inside:
         shown = ", ".join(sorted(names)[:4]) or "nothing"
-        raise BadCheckpoint(
-            f"{path} is a ZIP archive without the data.pkl of a PyTorch checkpoint: it holds {shown}. Open the file that torch.save or "
-            "safetensors wrote"
-        )
+        what = f"is a ZIP archive without the data.pkl of a PyTorch checkpoint: it holds {shown}"
+        raise BadCheckpoint(f"{path} {what}. Open the file that torch.save or safetensors wrote")
 
 
 def _placed(value: Any, path: Path, records: dict[int, zipfile.ZipInfo]) -> Any:
@@ -193,3 +186,76 @@ def _check_sum(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
     with archive.open(info) as record:
         while record.read(CHUNK):
             pass
+
+
+# Plain replacements for what training scripts save beside weights: PyTorch's safe unpickler calls one of these functions for each such
+# name in a file, so that no other constructor runs. Numbers become Python numbers, Namespaces dictionaries, paths text.
+
+
+class NotRead:
+    """A value that is neither weights nor settings, such as a random generator's state."""
+
+    def __new__(cls, *_: Any) -> NotRead:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
+
+    def __repr__(self) -> str:
+        return "a value that is not read"
+
+
+class Settings(dict[str, Any]):
+    """A dictionary in place of an `argparse.Namespace` or `types.SimpleNamespace`."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state if isinstance(state, dict) else {})
+
+
+class _Type:
+    """A numpy type, as `f8` with its byte order."""
+
+    def __init__(self, code: Any = "", *_: Any) -> None:
+        self.code, self.order = str(code), "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else "="
+
+
+def _scalar(kind: Any = None, data: Any = b"", *_: Any) -> Any:
+    """Return the number in the bytes of a numpy scalar."""
+    match = re.fullmatch(r"([fiub])([1248])", getattr(kind, "code", ""))
+    if match is None or not isinstance(data, bytes) or len(data) != int(match[2]):
+        return NotRead()
+    letters = {
+        "f2": "e",
+        "f4": "f",
+        "f8": "d",
+        "i1": "b",
+        "i2": "h",
+        "i4": "i",
+        "i8": "q",
+        "u1": "B",
+        "u2": "H",
+        "u4": "I",
+        "u8": "Q",
+    }
+    letter = "?" if match[1] == "b" else letters.get(match[0], "")
+    return struct.unpack(f"{kind.order}{letter}", data)[0] if letter else NotRead()
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {"scalar": _scalar, "_reconstruct": NotRead}
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "argparse.Namespace": Settings, "types.SimpleNamespace": Settings, "collections.defaultdict": lambda *_: {},
+    "numpy.dtype": _Type, "numpy.ndarray": NotRead, "numpy.core.numeric._frombuffer": NotRead,
+    "numpy._core.numeric._frombuffer": NotRead,
+    **{f"numpy.{core}.multiarray.{name}": function for core in ("core", "_core") for name, function in _NUMPY.items()},
+    **{
+        f"{module}.{name}": lambda *parts: "/".join(map(str, parts)).replace("//", "/")
+        for module in ("pathlib", "pathlib._local") for name in _PATHS
+    },
+    **{f"datetime.{name}": NotRead for name in ("datetime", "date", "time", "timedelta", "timezone")},
+    **dict.fromkeys(("builtins.dict", "builtins.list", "builtins.int", "builtins.float", "builtins.set"), NotRead),
+}  # fmt: skip
+"""Functions that PyTorch's safe unpickler calls for these global names."""

@@ -1,8 +1,4 @@
-"""Names, shapes and facts of a checkpoint: a Hugging Face directory, a safetensors file, a PyTorch file or another code base's.
-
-A directory holds `config.json` with `model.safetensors` or `pytorch_model.bin`, single or sharded. In a `Trainer`'s `checkpoint-500/`
-the step is in `trainer_state.json`. A PyTorch file has one of the `formats/`, or holds a state dict, bare or under a usual key.
-"""
+"""Names, shapes and facts of a checkpoint: a Hugging Face directory, a safetensors file, a PyTorch file or another code base's."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 
 def read(checkpoint: Checkpoint) -> State:
-    """Return names, shapes and facts of a checkpoint, its weights unread; raises `BadCheckpoint` with the cause.
-
-    The step in the files precedes the one in their names.
-    """
+    """Return names, shapes and facts of a checkpoint, its weights unread; the step in the files precedes the one in their names."""
     path = checkpoint.path
     lease = None if checkpoint.mirror is None else reading(path)
     weights, info = _directory(path) if path.is_dir() else _file(path, checkpoint.key)
@@ -79,10 +72,7 @@ def _file(path: Path, key: str) -> tuple[Mapping[Any, Any], Info]:
 def _weights_in(
     container: Any, path: Path, key: str | None = None, given: str = ""
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the state dict inside nested containers, and the other keys; raises `BadCheckpoint` if there is no state dict.
-
-    `key` is the format's key of the state dict, `given` the caller's; otherwise it is under one of `CONTAINERS`.
-    """
+    """Return the state dict inside containers, under the format's `key`, the caller's (`given`) or a usual one; and the other keys."""
     beside: list[str] = []
     here = container
     if given:

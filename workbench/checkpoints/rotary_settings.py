@@ -24,12 +24,7 @@ OTHERS = ("use_scaled_rope", "rope_scaling_factor")  # of training scripts
 
 
 def plain_theta(values: Mapping[str, Any], where: Path) -> Any:
-    """Return the base of a plain rotation, None if the configuration does not say it.
-
-    Raises:
-        NotCovered: The rotation is another one.
-        BadCheckpoint: Two bases contradict each other.
-    """
+    """Return the base of a plain rotation, None if the configuration does not say it; raises for other or contradictory ones."""
     blocks = [block for key in BLOCKS if (block := values.get(key))]
     block = blocks[0] if blocks else {}
     if not isinstance(block, dict) or block.get("rope_type", block.get("type", "default")) != "default":

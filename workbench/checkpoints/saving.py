@@ -1,7 +1,4 @@
-"""Models written to disk: a step directory, or a plain Llama directory for other libraries.
-
-A step is `config.json` (the Llama config plus the key `workbench`) and `model.safetensors` with Llama's tensor names.
-"""
+"""Models written to disk: a step directory (a Llama directory with the key `workbench`), or a plain Llama directory."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ def save(model: Transformer, folder: str | Path, **provenance: Any) -> Path:
 
 
 def export(model: HookedModel, folder: str | Path) -> Path:
-    """Write a vanilla model as a plain Hugging Face Llama directory, tokenizer included; returns the folder.
-
-    transformers then computes the same logits. Raises `WorkbenchError` for other architectures, and for a folder that is not empty.
-    """
+    """Write a vanilla model as a plain Hugging Face Llama directory, tokenizer included, and return the folder."""
     if not isinstance(model, Transformer):
         raise WorkbenchError(
             f"{model.source['path']} is observed, not one of our models: its checkpoint is that of its own code already"

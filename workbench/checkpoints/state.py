@@ -23,10 +23,7 @@ Dtype = torch.dtype | None
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Facts of a checkpoint: format, step, settings and the prefixes `stripped` from tensor names.
-
-    `code` is a training script's text, which is never run. `beside` are the file's other keys, `base` is the folder of an adapter's base.
-    """
+    """Facts of a checkpoint, such as the prefixes `stripped` from tensor names and the other keys of the file, `beside`."""
 
     format: str
     path: Path
@@ -69,8 +66,7 @@ class State:
 
     tensors: dict[str, Stored]
     info: Info
-    lease: object = None
-    """Protects the files in the cache from eviction while the state lives."""
+    lease: object = None  # protects the files in the cache from eviction while the state lives
 
     @property
     def shapes(self) -> dict[str, list[int]]:

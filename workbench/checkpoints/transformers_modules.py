@@ -1,7 +1,4 @@
-"""Modules of other libraries for checkpoints that our decoder does not compute, observed from outside.
-
-A Hugging Face directory is opened by `transformers`, never with code from the directory. nanoGPT's files become its GPT-2.
-"""
+"""Modules of other libraries, observed, for checkpoints that our decoder does not compute; code beside weights never runs."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ def observed(state: State, reason: NotCovered, device: Device = None, dtype: Dty
 
 
 def module_of(state: State, reason: NotCovered, dtype: Dtype = None) -> Any:
-    """Return the module of a checkpoint, in evaluation mode, with an `ObservedInstead` warning.
-
-    Raises `reason`, and what would work, if no library here computes the model.
-    """
+    """Return the module of a checkpoint, in evaluation mode; raises `reason`, and what would work, if no library computes it."""
     form = formats().get(state.info.format)
     module = form.module(state, dtype) if form and form.module else None
     if module is None and state.info.path.is_dir() and state.info.config and "workbench" not in state.info.config:

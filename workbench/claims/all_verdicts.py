@@ -1,12 +1,13 @@
-"""The verdicts of a folder of runs, stored beside them in `.verdicts.json`: of hundreds of runs they take a minute.
-
-Stored verdicts are valid for the same runs and code: `mark` is a digest of both.
-"""
+"""The verdicts of a folder of runs, stored beside them in `.verdicts.json`: of hundreds of runs they take a minute."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ from workbench import statistics
 from workbench.claims import Verdict
 from workbench.claims.judging import chosen, judge
 from workbench.claims.verdict import STATUSES
-from workbench.errors import BadCheckpoint
+from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
-from workbench.runs.catalogue import RUN_FILE, Entry
+from workbench.runs.catalogue import RUN_FILE, Entry, catalogue
+from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.storage.packed import checksum
 
 FILE = ".verdicts.json"
+BUDGET = 20_000_000  # bytes of answers that each table keeps in a separate process
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def judge_all(entries: Sequence[Entry], progress: Callable[..., None] | None = N
 
     `progress` is also called with (done, total, claim, status) once a claim is judged, before the correction over all claims.
     """
-    from workbench.claims.stored import stored  # imports torch
+    from workbench.claims.collect import stored  # imports torch
 
     claims, report = chosen(), progress or (lambda *_: None)
     total = len(entries) + len(claims)
@@ -50,30 +53,28 @@ def judge_all(entries: Sequence[Entry], progress: Callable[..., None] | None = N
 
 
 def mark(entries: Sequence[Entry]) -> str:
-    """Return a digest of the runs and of the code that judges them.
+    """Return a digest of the runs and of the code that judges them, for which stored verdicts are valid.
 
     A run is identified by the time of its last change, a shipped run by its files: every copy of the project has other times.
     """
-    return digest_of(_parts(entries))
 
+    def parts() -> Iterator[object]:
+        for package in (Path(__file__).parent, Path(str(statistics.__file__)).parent):
+            for file in sorted(package.glob("*.py")):
+                yield from (file.name, read_bytes(file))
+        for entry in entries:
+            run = Path(entry.path)
+            yield entry.name
+            if not entry.shipped:
+                yield entry.stamp
+            elif (packed := checksum(run)) is not None:
+                yield packed
+            else:
+                tables = (*sorted(run.glob("telemetry/*.parquet")), *sorted(run.glob("records/*.parquet")))
+                for file in (run / RUN_FILE, *tables):
+                    yield from (file.name, read_bytes(file, MAX_TABLE))
 
-def _parts(entries: Sequence[Entry]) -> Iterator[object]:
-    for package in (Path(__file__).parent, Path(str(statistics.__file__)).parent):
-        for file in sorted(package.glob("*.py")):
-            yield file.name
-            yield read_bytes(file)
-    for entry in entries:
-        yield entry.name
-        if not entry.shipped:
-            yield entry.stamp
-            continue
-        run = Path(entry.path)
-        if (packed := checksum(run)) is not None:
-            yield packed
-            continue
-        for file in (run / RUN_FILE, *sorted(run.glob("telemetry/*.parquet")), *sorted(run.glob("records/*.parquet"))):
-            yield file.name
-            yield read_bytes(file, MAX_TABLE)
+    return digest_of(parts())
 
 
 def load_verdicts(folder: Path, marked: str) -> Verdicts | None:
@@ -102,18 +103,58 @@ def save_verdicts(folder: Path, marked: str, verdicts: Verdicts) -> None:
 
 def text(marked: str, verdicts: Verdicts) -> str:
     """Return verdicts as JSON, one line per claim."""
+
+    def plain(value: Any) -> Any:
+        return None if pd.isna(value) else value
+
     lines = []
     for name, verdict in verdicts.of.items():
         table = {
-            str(column): {"type": str(values.dtype), "values": [_plain(v) for v in values.tolist()]}
+            str(column): {"type": str(values.dtype), "values": [plain(v) for v in values.tolist()]}
             for column, values in verdict.table.items()
         }
-        facts = asdict(verdict) | {"p": _plain(verdict.p), "table": table}
+        facts = asdict(verdict) | {"p": plain(verdict.p), "table": table}
         lines.append(f"{json.dumps(name)}: {json.dumps(facts, ensure_ascii=False)}")
     head = {"mark": marked, "metrics": sorted(verdicts.metrics), "problems": verdicts.problems}
     body = ",\n".join(lines)
     return f'{json.dumps(head)[:-1]}, "verdicts": {{\n{body}\n}}}}\n'
 
 
-def _plain(value: Any) -> Any:
-    return None if pd.isna(value) else value
+def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[..., None] | None = None) -> Verdicts:
+    """Call `judge_all` in a separate process, so that a server that shows verdicts stays small and responsive.
+
+    It needs less than 1 GiB for a thousand runs. `progress` may raise to stop it. Raises `WorkbenchError` if the process dies.
+    """
+    command, alone = [sys.executable, "-m", __spec__.name, str(folder)], os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=alone) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died before it read; its exit code is reported below
+                process.stdin.write("\n".join(entry.path for entry in entries))
+                process.stdin.close()
+            for line in process.stdout:
+                message = json.loads(line)
+                if "verdicts" in message:
+                    return parse_verdicts(message)
+                if progress is not None:
+                    progress(*message["done"])
+            process.wait()
+        finally:
+            process.kill()
+    why = "killed: out of memory?" if process.returncode < 0 else "its error stands in the server's log"
+    raise WorkbenchError(f"judging {len(entries)} runs ended in the middle (exit {process.returncode}; {why})")
+
+
+def main(folder: Path) -> None:
+    """Judge the runs whose paths are the lines of standard input; print progress and the verdicts as JSON lines."""
+    asked, out = set(sys.stdin.read().splitlines()), sys.stdout
+    runs = [entry for entry in catalogue(folder).entries if entry.path in asked]
+    caches = {"record_cache": RecordCache(folder, BUDGET), "telemetry_cache": TelemetryCache(folder, BUDGET)}
+    with contextlib.redirect_stdout(sys.stderr):  # a module of the user's own may print
+        verdicts = judge_all(runs, lambda *done: print(json.dumps({"done": done}), file=out, flush=True), **caches)
+    print(text("", verdicts).replace("\n", ""), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,7 +1,8 @@
-"""Runs -> verdicts, tables and figures of the claims: `workbench analyze runs --out results`."""
+"""Runs -> verdicts, tables, figures and a page of the claims: `workbench analyze runs --out results`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import pandas as pd
 
 from workbench import plots
-from workbench.claims import Evidence
+from workbench.claims import DECIDED, QUESTIONS, STATUSES, Evidence
 from workbench.claims.collect import collect, find_runs
 from workbench.claims.judging import Judged, chosen, judge, with_figure
+from workbench.claims.verdict import expected_by_chance
 from workbench.console import Progress
 from workbench.files import write_text
 from workbench.jobs.running import Workers
+from workbench.plots.page import Page, facts_html, folded, heading, numbers_html, paragraph
 from workbench.runs.records import write_parquet
+from workbench.statistics.intervals import MIN_SEEDS, confidence
 
 WIDTH = 1200  # pixels of a figure
 
@@ -31,29 +35,13 @@ class Analysis:
 
 
 def analyse(
-    paths: Sequence[str | Path],
-    *,
-    questions: Sequence[str] | None = None,
-    claims: Sequence[str] | None = None,
-    data: Any = None,
-    n: int = 64,
-    workers: Workers = 1,
-    progress: Progress | None = None,
-) -> Analysis:
-    """Measure what claims need of some runs, and judge them.
+    paths: Sequence[str | Path], *, questions: Sequence[str] | None = None, claims: Sequence[str] | None = None, data:
+    Any = None, n: int = 64, workers: Workers = 1, progress: Progress | None = None,
+) -> Analysis:  # fmt: skip
+    """Measure what some or all claims need of the runs at some paths, on `n` documents, and judge them.
 
-    Args:
-        paths: Runs, or folders of runs.
-        questions: Questions whose claims are judged; all by default.
-        claims: Names of claims that are judged; all by default.
-        data: Text file for runs without data of their own (imported ones).
-        n: Number of documents.
-        workers: Number of processes, or a cluster; see `run_jobs`.
-        progress: Called with (done, all, run) after each run.
-
-    Raises:
-        BadData: There is no finished run.
-        UnknownName: There is no such question or claim.
+    `data` is a text file for runs without data of their own (imported ones); for `workers` see `run_jobs`. Raises `BadData` if there is no
+    finished run, `UnknownName` for an unknown question or claim.
     """
     asked = chosen(questions, claims)
     runs, problems = find_runs(paths)
@@ -114,3 +102,54 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
                 )
             )
     return written
+
+
+def how_to_read() -> str:
+    """Return how a verdict is read, for the top of a page."""
+    return (
+        f"A claim is supported if the {confidence()} confidence interval of every comparison excludes zero on the claimed side. It is "
+        "refuted if one comparison has the opposite sign, after correction for their number. Otherwise it is unresolved: chance explains "
+        "the numbers as well. The status among all claims is corrected for the number of claims on this page. A seed is one training from "
+        f"one random start; fewer than {MIN_SEEDS} decide nothing. Brackets hold {confidence()} intervals over seeds (Student's t of "
+        "differences within each seed) or over documents, which decide nothing. A nat is the unit of the loss: 0.01 nats less means about "
+        "1 % more probability for the next token."
+    )
+
+
+def write_page(analysis: Analysis, out: Path, command: str) -> Path:
+    """Write `claims.html` into a folder and return its path; `command` is shown as the way to reproduce it."""
+    page, verdicts = Page("What these runs say of the claims"), [j.verdict for j in analysis.judged]
+    runs = analysis.evidence.runs
+    counts = {words: sum(v.status == status for v in verdicts) for status, words in STATUSES.items()}
+    by_status = ", ".join(f"{n} {words}" for words, n in counts.items() if n)
+    compared = f"{len(runs)} runs of {runs['model'].nunique()} models" if len(runs) else "No run"
+    page.add(heading(page.title, 1), paragraph(f"{compared}; {len(verdicts)} claims: {by_status}."))
+    page.add(paragraph(expected_by_chance(verdicts)), paragraph(how_to_read(), "small"))
+    for question, text in QUESTIONS.items():
+        group = [j for j in analysis.judged if j.claim.question == question and j.verdict.status in DECIDED]
+        if group:
+            page.add(heading(text))
+        for j in sorted(group, key=lambda j: j.verdict.status == "unresolved"):
+            page.add(article(j, page.figure(j.figure) if j.figure is not None else ""))
+    rest = [article(j) for j in analysis.judged if j.verdict.status not in DECIDED]
+    if rest:
+        page.add(heading("Not decided here"), folded(f"{len(rest)} claims, and what each would need", "".join(rest)))
+    if analysis.problems:
+        page.add(heading("Left out"), facts_html(analysis.problems))
+    page.add(heading("Provenance"), numbers_html(runs.drop(columns=["options"], errors="ignore"), "the runs"))
+    return page.write(out / "claims.html", command)
+
+
+def article(judged: Judged, figure: str = "") -> str:
+    """Return a claim as HTML: verdict, numbers, published values, and the rule that decides it."""
+    claim, verdict = judged.claim, judged.verdict
+    runs = {"These runs": f"{len(verdict.runs)}: {verdict.setting}"} if verdict.runs else {}
+    if math.isfinite(verdict.p):
+        runs["By chance"] = f"a verdict as clear with probability {verdict.p:.2g}, if nothing differed"
+    rules = {"Supported if": claim.supports, "Refuted if": claim.refutes, "Needs": claim.scale, "Source": claim.source}
+    parts = [
+        heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.sentence),
+        facts_html({**runs, "Published": claim.published}), folded("how it is judged", facts_html(rules)),
+        numbers_html(verdict.table, "the deciding numbers"), figure,
+    ]  # fmt: skip
+    return f'<article class="{verdict.status}" id="{claim.name}">{"".join(parts)}</article>'

@@ -127,8 +127,8 @@ def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
         )
     from scipy import stats
 
-    found = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
-    return pd.DataFrame(found, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
+    ranks = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
+    return pd.DataFrame(ranks, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
 
 
 @claim(

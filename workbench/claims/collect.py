@@ -1,27 +1,23 @@
-"""Measurement of runs for claims: stored records are read, and missing ones are measured.
-
-An interrupted analysis resumes where it stopped. Runs that cannot be used are left out and named with the reason.
-"""
+"""Evidence of runs: stored records and telemetry are read, and what a claim needs is measured if asked."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
-from workbench.claims.by_metric import ByMetric
-from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, Evidence
+from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, ByMetric, Evidence
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import Progress
-from workbench.errors import BadData, OnlyHere, WorkbenchError
+from workbench.errors import BadCheckpoint, BadData, OnlyHere, WorkbenchError
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS
 from workbench.jobs.running import Job, Workers, run_jobs
@@ -29,16 +25,18 @@ from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import compose
 from workbench.places import absent_studies
-from workbench.runs.catalogue import DAMAGE
+from workbench.runs.catalogue import DAMAGE, Entry
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, records
 from workbench.runs.records import facts as origin
 from workbench.runs.run import Run, list_runs
+from workbench.runs.table_cache import BATCH, RecordCache, TableCache, TelemetryCache
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.storage.locations import locate
 
 BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
+AT_ONCE = 50  # runs whose losses are compared together
 BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
 
 
@@ -73,14 +71,14 @@ def usable(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
     """Return the runs that claims can be judged on, and why the others cannot be used."""
     finished, problems = list[Run](), dict[str, str]()
     for run in runs:
-        if why := why_unusable(run):
-            problems[run.name] = why
-            continue
         try:
-            run.telemetry()
-            finished.append(run)
+            if not (why := why_unusable(run)):
+                run.telemetry()
+                finished.append(run)
         except WorkbenchError as error:
-            problems[run.name] = str(error)
+            why = str(error)
+        if why:
+            problems[run.name] = why
     return finished, problems
 
 
@@ -193,11 +191,15 @@ def _curve(run: Run) -> pd.Series:
 Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
 
 
-def gather(run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: int = 64) -> Gathered:
+def gather(
+    run: Run, wanted: dict[int, tuple[str, ...]], data: Any = None, n: int = 64, *, alone: bool = False
+) -> Gathered:
     """Return the records and samples of a run at each planned step, and what could not be measured.
 
-    The stored tables of a shipped run are returned unchanged.
+    The stored tables of a shipped run are returned unchanged. `alone`: in a process of its own, with one thread.
     """
+    if alone:
+        torch.set_num_threads(1)
     if run.shipped:
         frame = one_sample(load_records([run.path]))
         return frame, samples_of(run, frame), []
@@ -244,32 +246,18 @@ def samples_of(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     return samples[(samples["metric"] == "loss") & samples["provenance"].isin(keys)]
 
 
-def _work(run: Run, wanted: dict[int, tuple[str, ...]], data: Any, n: int) -> Gathered:
-    torch.set_num_threads(1)
-    return gather(run, wanted, data, n)
-
-
 def collect(
-    runs: Sequence[Run],
-    claims: Sequence[Claim],
-    *,
-    data: Any = None,
-    n: int = 64,
-    workers: Workers = 1,
-    progress: Progress | None = None,
-) -> tuple[Evidence, dict[str, str]]:
-    """Measure what claims need of every run, and return the evidence and the problems.
+    runs: Sequence[Run], claims: Sequence[Claim], *, data: Any = None, n: int = 64, workers: Workers = 1, progress:
+    Progress | None = None,
+) -> tuple[Evidence, dict[str, str]]:  # fmt: skip
+    """Measure what claims need of every run, and return the evidence, and why runs or metrics were left out.
 
-    A run that cannot be measured becomes a problem; the others continue.
-
-    Args:
-        workers: Number of processes, or a cluster; see `run_jobs`.
+    An interrupted analysis resumes where it stopped. `workers`: number of processes, or a cluster; see `run_jobs`.
     """
     matched = matching_steps(runs)
-    jobs = [Job(str(run.path), _work, (run, metrics_needed(run, claims, matched[run]), data, n)) for run in runs]
-    gathered: dict[Run, Gathered] = {}
-    problems: dict[str, str] = {}
-    ended = list[str]()
+    work = gather if workers == 1 else partial(gather, alone=True)
+    jobs = [Job(str(run.path), work, (run, metrics_needed(run, claims, matched[run]), data, n)) for run in runs]
+    gathered, problems, ended = dict[Run, Gathered](), dict[str, str](), list[str]()
 
     def result(job: Job, measured: Gathered) -> None:
         gathered[job.arguments[0]] = measured
@@ -285,7 +273,7 @@ def collect(
     if workers == 1:
         for job in jobs:
             try:
-                result(job, gather(*job.arguments))
+                result(job, job())
                 done(job, None)
             except Exception as error:  # of damaged files and of one's own modules
                 done(job, error)
@@ -302,7 +290,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     label = dict(zip(table["run"], table["model"], strict=True))
     written = [
         run.telemetry(f"metric in {TELEMETRY}").assign(run=run.name) for run in gathered
-    ]  # a copy tells its first name
+    ]  # a copy has its first name
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
     seed = seeds_of(table, told_apart(frames[1], frames[0]))
@@ -333,3 +321,76 @@ def seeds_of(table: pd.DataFrame, marks: dict[str, str]) -> dict[str, int]:
         if run in marks:
             seeds[run] = first.setdefault((model, marks[run]), seeds[run])
     return seeds
+
+
+def stored(
+    entries: Sequence[Entry], progress: Callable[[int, int], None] | None = None, *,
+    record_cache: RecordCache | None = None, telemetry_cache: TelemetryCache | None = None,
+) -> tuple[Evidence, dict[str, str]]:  # fmt: skip
+    """Return the evidence of runs without measuring, and why some runs have none.
+
+    Rows of a metric are read when a claim asks for them. `progress` is called with (done, total); the caches hold what was read before.
+    """
+    kept, written = record_cache or RecordCache(), telemetry_cache or TelemetryCache()
+    rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()
+    for begin in range(0, len(entries), BATCH):
+        part = entries[begin : begin + BATCH]
+        for tables in (kept, written):
+            tables.metrics(part)
+        for i, entry in enumerate(part, begin + 1):
+            if progress:
+                progress(i, len(entries))
+            run = Run.open(entry.path)
+            try:
+                each = read_parquet(sorted(run.path.glob("records/*.samples.parquet")), SAMPLE_COLUMNS)
+            except BadCheckpoint as error:
+                problems[entry.name] = str(error)
+                continue
+            if why := why_unusable(run):
+                problems[entry.name] = why
+                continue
+            rows[entry.path] = run_facts(run) | {"run": entry.name}
+            samples[entry.name] = each[each["metric"] == "loss"].assign(run=entry.name)
+    problems |= kept.rows(entries, ())[1] | written.rows(entries, ())[1]
+    readable = [e for e in entries if e.path in rows and e.name not in problems]
+    table = pd.DataFrame([rows[e.path] for e in readable], columns=list(RUN_COLUMNS))
+    full = [samples[e.name] for e in readable if len(samples[e.name])]
+    losses = pd.concat(full, ignore_index=True) if full else records([], SAMPLE_COLUMNS)
+    marks = dict[str, str]()
+    for begin in range(0, len(readable), AT_ONCE):
+        part = readable[begin : begin + AT_ONCE]
+        curves = written.rows(part, [name for name in TELEMETRY if name.endswith("_loss")])[0]
+        known = set(curves["run"])
+        marks |= told_apart(curves, kept.rows([e for e in part if e.name not in known])[0])
+    label, seed = dict(zip(table["run"], table["model"], strict=True)), seeds_of(table, marks)
+
+    def named(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame.assign(architecture=frame["run"].map(label), seed=frame["run"].map(seed).astype("Int64"))
+
+    def of(runs: Collection[str]) -> list[Entry]:
+        return [entry for entry in readable if entry.name in runs]
+
+    def measured(runs: Collection[str], metric: str) -> pd.DataFrame:
+        return named(one_sample(kept.rows(of(runs), [metric])[0]))
+
+    def logged(runs: Collection[str], metric: str) -> pd.DataFrame:
+        return named(written.rows(of(runs), [metric])[0])
+
+    def documents(runs: Collection[str], metric: str) -> pd.DataFrame:
+        asked = losses["run"].isin(runs) & losses["provenance"].isin(set(measured(runs, metric)["provenance"]))
+        return named(losses[asked])
+
+    def runs_with(cache: TableCache) -> dict[str, set[str]]:
+        runs: dict[str, set[str]] = {}
+        for entry in readable:
+            for metric in cache.metrics([entry]):
+                runs.setdefault(metric, set()).add(entry.name)
+        return runs
+
+    evidence_of = Evidence(
+        table.assign(seed=table["run"].map(seed)),
+        ByMetric(measured, runs_with(kept), records([])),
+        ByMetric(logged, {m: runs for m, runs in runs_with(written).items() if m in TELEMETRY}, records([])),
+        ByMetric(documents, {"loss": set(losses["run"])}, records([], SAMPLE_COLUMNS)),
+    )
+    return evidence_of, problems

@@ -11,8 +11,8 @@ from workbench.claims.evidence import SETTING, Evidence, deep_layers, model_mean
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.sinks import METHODS, SINK_SEEDS, gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name
-from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 AT_INIT = 0.03  # nats: the largest distance found at random init between 256 and 2,048 tokens
 THIRD = 2  # the third layer, counted from 0
@@ -40,7 +40,7 @@ def concentration_is_learned(evidence: Evidence) -> Verdict:
     intervals = {f"layer {n}": model_mean(rows) for n, rows in late.groupby("layer")}
     seeds = trained["seed"].nunique()
     within = {"left of the tolerance at init": over_seeds(AT_INIT - farthest)}
-    few_seeds = f" ({seeds} of the {MIN_SEEDS} seeds needed)" if seeds < MIN_SEEDS else f" ({seeds} seeds)"
+    few_seeds = seeds_note(seeds) or f" ({seeds} seeds)"
     models = f"{len(mine.models)} models" if len(mine.models) > 1 else model_name(mine.models[0])
     sentence = (
         f"At random init no layer is farther than {farthest.max():.2g} nats from uniform causal attention (tolerance {AT_INIT}), over "
@@ -78,18 +78,13 @@ def less_concentration_in_deep_layers(evidence: Evidence) -> Verdict:
 
     formed, intervals = gated(pair, measured, "nats")
     parts = {name: i for name, i in intervals.items() if "deep layers" in name}
-    sentence = f"{formed}; deficit minus the Transformer's: {intervals_text(intervals)} nats{_kept(pair)}."
+    mass, kept = pair.rows("sink_mass"), ""
+    if "neutreno" in pair.models:
+        top = (pair.of_model(mass, m).groupby("seed")["value"].max().astype(float) for m in ("neutreno", "transformer"))
+        kept = f"; NeuTRENO's strongest head minus the Transformer's {paired_seeds(*top)}"
+    sentence = f"{formed}; deficit minus the Transformer's: {intervals_text(intervals)} nats{kept}."
     shown = {name: i for name, i in intervals.items() if name not in parts}
     return judged(parts, -1, sentence, "nats", shown=shown, min_seeds=SINK_SEEDS)
-
-
-def _kept(pair: Evidence) -> str:
-    """How NeuTRENO's strongest head compares with the Transformer's, if there are runs of it."""
-    if "neutreno" not in pair.models:
-        return ""
-    mass = pair.rows("sink_mass")
-    top = {m: pair.of_model(mass, m).groupby("seed")["value"].max().astype(float) for m in ("neutreno", "transformer")}
-    return f"; NeuTRENO's strongest head minus the Transformer's {paired_seeds(top['neutreno'], top['transformer'])}"
 
 
 def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
@@ -119,25 +114,17 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
         tables.append(each.assign(quantity=quantity, unit=rows["unit"].iloc[0]))
     if not tables:
         return pd.DataFrame()
-    table = pd.concat(tables, ignore_index=True)
-    return table.assign(loss=_losses_at(part, table)).dropna(subset="loss").reset_index(drop=True)
-
-
-def _losses_at(part: Evidence, table: pd.DataFrame) -> list[float]:
-    """Loss of each row's run at its step, measured or interpolated between validations."""
-    measured = part.records("loss")
-    known = (
-        measured[measured["control"].isna() & measured["variant"].isna()]
-        .groupby(["run", "step"])["value"]
-        .mean()
-        .to_dict()
+    table, losses, curves = pd.concat(tables, ignore_index=True), part.records("loss"), part.curves()
+    measured = (
+        losses[losses["control"].isna() & losses["variant"].isna()].groupby(["run", "step"])["value"].mean().to_dict()
     )
-    curves = part.curves()
 
-    def at(run: str, step: int) -> float:
+    def loss_at(run: str, step: int) -> float:
+        """Loss of a run at a step, measured or interpolated between validations."""
         curve = curves.get(run)
-        if (run, step) in known or curve is None:
-            return float(known.get((run, step), np.nan))
+        if (run, step) in measured or curve is None:
+            return float(measured.get((run, step), np.nan))
         return float(np.interp(step, curve.index, curve, left=np.nan, right=np.nan))
 
-    return [at(run, int(step)) for run, step in zip(table["run"], table["step"], strict=True)]
+    loss = [loss_at(run, int(step)) for run, step in zip(table["run"], table["step"], strict=True)]
+    return table.assign(loss=loss).dropna(subset="loss").reset_index(drop=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from workbench.claims.evidence import Evidence, model_mean, sound
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name
-from workbench.statistics.intervals import MIN_SEEDS
+from workbench.claims.wording import intervals_text, model_name, seeds_note
 
 TRAINED = ("cross_layer", "same_key", "identity_map")
 
@@ -36,31 +37,19 @@ def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
     intervals = {f"layer {n}": model_mean(part) for n, part in gap.groupby("layer")}
     cosine = {how: float(wide["value", how].mean()) for how in ("same_key", "identity")}
     own = float(mine.rows("cross_layer_approximation", control="own")["value"].mean())
-    seeds = rows["seed"].nunique()
-    few_seeds = f" ({seeds} of the {MIN_SEEDS} seeds needed)" if seeds < MIN_SEEDS else ""
+    at_init = trained = ""
+    with contextlib.suppress(InsufficientEvidence):
+        start = mine.rows("cross_layer_approximation", step="first", variant=...).groupby("variant")["value"].mean()
+        at_init = f" (at random init same-key {start['same_key']:.2f}, identity {start['identity']:.2f})"
+    with contextlib.suppress(InsufficientEvidence):  # models that were trained with the approximations
+        group = evidence.of_task("text").comparable("transformer", TRAINED)
+        losses = group.losses()
+        minus = {model_name(m): group.difference(losses, m) for m in TRAINED if m in group.models}
+        trained = f"; trained so, loss minus the Transformer's: {intervals_text(minus, ', ')} nats"
     sentence = (
         f"Cosine with cross-layer attention: same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f}, the layer's own output "
-        f"alone {own:.2f}{_at_init(mine)}; same-key - identity by layer: {intervals_text(intervals, ', ')}{few_seeds}{_trained(evidence)}."
+        f"alone {own:.2f}{at_init}; same-key - identity by layer: {intervals_text(intervals, ', ')}{seeds_note(rows['seed'].nunique())}"
+        f"{trained}."
     )
     # as close without the other layer: then it is no approximation of attention to both
     return judged(intervals, 1, sentence, "cosine", doubt=cosine["same_key"] <= own)
-
-
-def _at_init(mine: Evidence) -> str:
-    try:
-        rows = mine.rows("cross_layer_approximation", step="first", variant=...)
-    except InsufficientEvidence:
-        return ""
-    cosine = rows.groupby("variant")["value"].mean()
-    return f" (at random init same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f})"
-
-
-def _trained(evidence: Evidence) -> str:
-    """Loss differences of models trained with the approximations, in words; empty without runs."""
-    try:
-        group = evidence.of_task("text").comparable("transformer", TRAINED)
-        losses = group.losses()
-    except InsufficientEvidence:
-        return ""
-    trained = {model_name(m): group.difference(losses, m) for m in TRAINED if m in group.models}
-    return f"; trained so, loss minus the Transformer's: {intervals_text(trained, ', ')} nats"

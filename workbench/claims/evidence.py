@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.claims.by_metric import ByMetric
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.claims.wording import RATES, listed
-from workbench.runs.records import SAMPLE_COLUMNS, records
+from workbench.runs.records import SAMPLE_COLUMNS, facts, records
+from workbench.runs.table_cache import Recent, bytes_of
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds, t_quantile
 from workbench.statistics.loss_curves import at_equal_loss, common_loss
 
@@ -23,8 +24,7 @@ RECIPE = (
     "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "d_mlp", "d_vocab", "warmup", "lr_final",
     "weight_decay", "optimiser",
 )  # fmt: skip
-SETTING = (*RECIPE, "lr")
-"""Settings that must be equal in runs that are compared."""
+SETTING = (*RECIPE, "lr")  # settings that must be equal in runs that are compared
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Metrics in the telemetry of training."""
 RUN_COLUMNS = (
@@ -40,6 +40,48 @@ RUN_COLUMNS = (
     "options",
     "study",
 )
+MAX_BYTES = 50_000_000  # of rows that `ByMetric` keeps in memory, the last ones in any case
+
+
+class ByMetric:
+    """A table of many runs that is too large for memory: `fetch` returns the rows of some runs and one metric on demand."""
+
+    def __init__(
+        self,
+        fetch: Callable[[Collection[str], str], pd.DataFrame],
+        runs_with: Mapping[str, Collection[str]],
+        none: pd.DataFrame,
+    ) -> None:
+        self.fetch, self.runs_with, self.none = fetch, runs_with, none
+        self.metrics = frozenset(runs_with)
+        self._recent = Recent[tuple[frozenset[str], str], pd.DataFrame](MAX_BYTES, bytes_of)
+
+    @classmethod
+    def of_rows(cls, rows: pd.DataFrame) -> ByMetric:
+        """Return a lazy table of rows in memory."""
+        places = {str(metric): np.sort(at) for metric, at in rows.groupby("metric").indices.items()}
+
+        def fetch(runs: Collection[str], metric: str) -> pd.DataFrame:
+            part = rows.iloc[places[metric]]
+            return part[part["run"].isin(runs)]
+
+        return cls(fetch, {m: set(rows["run"].iloc[at]) for m, at in places.items()}, rows.head(0))
+
+    def of(self, runs: frozenset[str], metric: str) -> pd.DataFrame:
+        """Return the rows of a metric of some runs."""
+        if metric not in self.metrics or not runs:
+            return self.none
+        return self._recent.get((runs, metric), lambda: self.fetch(runs, metric))
+
+    def of_all(self, runs: frozenset[str]) -> pd.DataFrame:
+        """Return the rows of all metrics of some runs."""
+        tables = [self.of(runs, metric) for metric in sorted(self.metrics)]
+        return pd.concat(tables or [self.none]).sort_index(kind="stable")
+
+    def dtypes(self, runs: frozenset[str], metrics: Collection[str]) -> list[str]:
+        """Return the data types that these metrics were measured in, from their provenance."""
+        texts = {text for metric in metrics for text in self.of(runs, metric)["provenance"].dropna().unique()}
+        return sorted({str(dtype) for text in texts if (dtype := facts(text).get("dtype"))})
 
 
 @dataclass(frozen=True)
@@ -58,8 +100,7 @@ class Evidence:
     """Runs that `comparable` has chosen so far, for the verdict to name; `beside` marks runs of controls."""
     settings: list[pd.DataFrame] = field(default_factory=list, repr=False)
     """Runs of every setting that the first `comparable` could choose from, best first."""
-    within: frozenset[str] = frozenset()
-    """Runs of the one setting that is judged, where there are several."""
+    within: frozenset[str] = frozenset()  # runs of the one setting that is judged, where there are several
 
     @property
     def models(self) -> list[str]:
@@ -99,6 +140,12 @@ class Evidence:
         """Return the evidence of some runs."""
         return replace(self, runs=runs)
 
+    def by_setting(self, setting: str, *wanted: str | Sequence[str]) -> Iterator[tuple[float, Evidence]]:
+        """Yield each value of a setting, and the comparable runs that have it; values that lack a wanted model are left out."""
+        for value, runs in self.runs.groupby(setting):
+            with contextlib.suppress(InsufficientEvidence):
+                yield float(str(value)), self.of_runs(runs).comparable(*wanted)
+
     def of_models(self, models: Iterable[str]) -> Evidence:
         """Return the evidence of some models."""
         return self.of_runs(self.runs[self.runs["model"].isin(list(models))])
@@ -111,26 +158,19 @@ class Evidence:
         """Leave out shipped studies that did not measure the metrics on all of their runs.
 
         A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. The loss is exempt:
-        training writes it for every run.
-
-        Args:
-            metrics: Names of metrics.
-            models: Architectures whose runs need them; all by default.
-
-        Returns:
-            The evidence, and a sentence that names the omitted studies.
+        training writes it for every run. Returns the evidence, and a sentence that names the omitted studies.
         """
         runs = self.runs[self.runs["study"].fillna("") != ""]
         runs = runs[runs["architecture"].isin(models)] if models else runs
-        lacking, told = set[str](), []
+        lacking, parts = set[str](), list[str]()
         for metric in (name for name in metrics if name != "loss"):
             has = runs["run"].isin(self.kept.runs_with.get(metric, ()))
             able = (runs["T"] >= runs.loc[has, "T"].min()) & runs["task"].isin(runs.loc[has, "task"])
             for study, each in has[able].groupby(runs["study"]):
                 if not each.all() and study not in lacking:
                     lacking.add(str(study))
-                    told += [f"{study} ({metric} on {each.sum()} of {len(each)} runs)"] if each.any() else []
-        left_out = f" Left out, since measured in part: {', '.join(told)}." if told else ""
+                    parts += [f"{study} ({metric} on {each.sum()} of {len(each)} runs)"] if each.any() else []
+        left_out = f" Left out, since measured in part: {', '.join(parts)}." if parts else ""
         return self.of_runs(self.runs[~self.runs["study"].isin(lacking)]) if lacking else self, left_out
 
     def measured(self) -> Evidence:
@@ -147,16 +187,9 @@ class Evidence:
         """Return the runs of the setting with most seeds that has every wanted model; `Claim.judge` judges all such settings.
 
         Runs of one setting have equal data, length, size and recipe. Their learning rates are equal, or each is the best of its model
-        in a sweep of other seeds. Among equal numbers of seeds, settings with the control come first, then larger models, longer
-        trainings, and a lower loss of the first model.
-
-        Args:
-            wanted: Names of models; of several names in a tuple one is enough.
-            ignoring: Settings that may differ (`lr` in a sweep).
-            control: A model that is not needed.
-
-        Raises:
-            InsufficientEvidence: A model is missing, or the models were never trained under equal conditions.
+        in a sweep of other seeds. Of several names in a tuple one is enough; `ignoring` are settings that may differ. Among equal
+        numbers of seeds, settings with the control come first, then larger models, longer trainings, and a lower loss of the first
+        model. Raises `InsufficientEvidence` for a missing model, and for models that were never trained under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         names = [name for group in groups for name in group]
@@ -176,9 +209,11 @@ class Evidence:
             runs = frozenset(rows["run"])
             if all(s > 0 for s in seeds) and (not self.within or self.within & runs):
                 size = rows.loc[rows["model"].isin(names), "parameters"].fillna(0).max()
+                base, written = set(rows.loc[rows["model"].isin(groups[0]), "run"]), self.written("validation_loss")
+                last = at_last_step(written[written["run"].isin(base)])["value"].astype(float)
+                loss = float(last.mean()) if len(last) and np.isfinite(last).all() else math.inf
                 order = (
-                    runs == self.within, min(seeds), control in set(rows["model"]), size, rows["steps"].fillna(0).max(),
-                    -self._final(rows[rows["model"].isin(groups[0])]),
+                    runs == self.within, min(seeds), control in set(rows["model"]), size, rows["steps"].fillna(0).max(), -loss,
                 )  # fmt: skip
                 candidates.append((tuple(map(float, order)), rows))
         if not candidates:
@@ -192,17 +227,13 @@ class Evidence:
         if not self.settings:
             self.settings.extend(best_first)
         first = best_first[0]
-        runs_of = first[first["model"].isin([*names, control])]
-        self.compared.append(runs_of.assign(beside=~runs_of["model"].isin(names)))
+        rows = first[first["model"].isin([*names, control])]
+        self.compared.append(rows.assign(beside=~rows["model"].isin(names)))
         return self.of_runs(first)
 
     @cached_property
     def _tuned(self) -> pd.DataFrame:
-        """Runs at the best learning rate of their model in a sweep of another length and other seeds.
-
-        Further columns are `rates` (number of rates), `chosen_on` (seeds of the sweep) and `edge` (the best is the smallest or largest
-        rate).
-        """
+        """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
         tuned = []
         for _, alike in self.runs.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
             for steps, sweep in alike.groupby("steps"):
@@ -219,12 +250,6 @@ class Evidence:
                 edge = at_best["lr"].isin([min(shared), max(shared)])
                 tuned.append(at_best.assign(rates=len(shared), chosen_on=seeds, edge=edge))
         return pd.concat(tuned).drop_duplicates("run") if tuned else self.runs.head(0)
-
-    def _final(self, runs: pd.DataFrame) -> float:
-        """Mean final validation loss of some runs, infinite if unknown."""
-        rows = self.written("validation_loss")
-        last = at_last_step(rows[rows["run"].isin(set(runs["run"]))])["value"]
-        return float(last.mean()) if len(last) and np.isfinite(last.astype(float)).all() else math.inf
 
     def written(self, metric: str) -> pd.DataFrame:
         """Return the telemetry of a metric without variants."""
@@ -276,10 +301,10 @@ class Evidence:
 
         Raises `InsufficientEvidence` if the model shares no seed with any of them.
         """
-        found = {name: self.difference(rows, model, name) for name in baselines if name in self.models}
-        paired = {name: interval for name, interval in found.items() if interval.n}
-        if found and not paired:
-            raise InsufficientEvidence(f"No seed of {model} is one of {listed(list(found))}.")
+        differences = {name: self.difference(rows, model, name) for name in baselines if name in self.models}
+        paired = {name: interval for name, interval in differences.items() if interval.n}
+        if differences and not paired:
+            raise InsufficientEvidence(f"No seed of {model} is one of {listed(list(differences))}.")
         return paired
 
     def losses(self) -> pd.DataFrame:
@@ -291,8 +316,7 @@ class Evidence:
         written = self.written("validation_loss")
         measured = self.records("loss")
         measured = measured[measured["control"].isna() & ~measured["run"].isin(set(written["run"]))]
-        rows = pd.concat([written, measured], ignore_index=True)
-        rows = at_last_step(rows)
+        rows = at_last_step(pd.concat([written, measured], ignore_index=True))
         if rows.empty:
             raise InsufficientEvidence(f"No validation loss of {listed(self.models)} is known.")
         rows = rows[["run", "seed", "data", "step", "value"]].merge(
@@ -307,39 +331,37 @@ class Evidence:
         series = {run: rows.groupby("step")["value"].mean().sort_index() for run, rows in runs}
         return {str(run): curve.set_axis(curve.index.astype(int)).astype(float) for run, curve in series.items()}
 
+    def paired_curves(self, model: str, baseline: str) -> dict[Any, tuple[pd.Series, pd.Series]]:
+        """Return the loss curves of a model and its baseline by seed; `name` is the run. Seeds without both are left out."""
+        curves, pairs = self.curves(), {}
+        for seed, runs in self.runs.groupby("seed"):
+            first = runs.groupby("model")["run"].first()
+            if {first.get(model), first.get(baseline)} <= curves.keys():
+                pairs[seed] = curves[first[model]].rename(first[model]), curves[first[baseline]].rename(first[baseline])
+        return pairs
+
     def beyond_init(self, last: pd.DataFrame, first: pd.DataFrame, model: str) -> Interval:
         """Return how much more a quantity changed during training than in the Transformer, paired by seed."""
         return paired_seeds(*(self.by_seed(last, m) - self.by_seed(first, m) for m in (model, "transformer")))
 
     def at_equal_loss(self, rows: pd.DataFrame, model: str, baseline: str = "transformer") -> Interval:
-        """Return the difference of a quantity between checkpoints of equal validation loss, paired by seed.
+        """Return the difference of a quantity, given at all checkpoints, at the lowest loss that both runs of a seed reached.
 
-        The loss is the lowest that both runs of a seed reached. A seed counts only if both runs have checkpoints before and after that
-        loss.
-
-        Args:
-            rows: The quantity at all measured checkpoints.
+        A seed counts only if both runs have checkpoints before and after that loss.
         """
-        curves, pairs = self.curves(), {}
-        for seed, mine in self.runs.groupby("seed"):
-            first = mine.groupby("model")["run"].first()
-            runs = [str(first.get(name)) for name in (model, baseline)]
-            if not set(runs) <= curves.keys():
-                continue
-            loss = common_loss([curves[run] for run in runs])
-            values = [self._at(rows, run, curves[run], loss) for run in runs]
+        pairs = {}
+        for seed, curves in self.paired_curves(model, baseline).items():
+            loss = common_loss(curves)
+            values = [self._at(rows, str(curve.name), curve, loss) for curve in curves]
             if all(map(math.isfinite, values)):
                 pairs[seed] = values
         frame = pd.DataFrame.from_dict(pairs, orient="index", columns=["model", "baseline"])
         return paired_seeds(frame["model"], frame["baseline"])
 
     def at_common_loss(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return a quantity by run, seed and layer at the lowest loss that all runs of a seed reached.
+        """Return a quantity, given at all checkpoints, by run, seed and layer at the lowest loss that all runs of a seed reached.
 
         Runs without a loss, or without checkpoints before and after it, are left out.
-
-        Args:
-            rows: The quantity at all measured checkpoints.
         """
         curves, matched = self.curves(), []
         for seed, mine in self.runs.groupby("seed"):
@@ -395,8 +417,7 @@ def model_mean(rows: pd.DataFrame) -> Interval:
     if len(seeds) >= MIN_SEEDS:
         return over_seeds(seeds)
     value, errors = float(rows["value"].mean()), rows["se"].astype(float)
-    half = (
-        t_quantile(GROUPS - 1) * math.sqrt(float((errors**2).sum())) / len(rows) if errors.notna().all() else math.nan
-    )
+    error = math.sqrt(float((errors**2).sum())) / len(rows) if errors.notna().all() else math.nan
+    half = t_quantile(GROUPS - 1) * error
     n = int(rows["n"].min()) if rows["n"].notna().any() else len(seeds)
     return Interval(value, value - half, value + half, n)

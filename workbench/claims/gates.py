@@ -16,6 +16,7 @@ from workbench.statistics.sinks import SINK_MASS
 
 GRADIENT_SINKS = "Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771"
 SINKS = ("sink_mass", "sink_rate")
+OUTLIERS = "ln of the largest over the median entry, minus vanilla's"
 NORMS = ("sandwich_norm", "post_norm", "dyt")
 Measured = Callable[[Evidence, str], Mapping[str, Interval]]
 
@@ -33,15 +34,11 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     model = "exclusive_attention"
     text = evidence.of_task("text").comparable("transformer", model, ignoring=("T", "batch"))
     leads: dict[float, pd.Series] = {}
-    for length, runs in text.runs.groupby("T"):
-        try:
-            pair = text.of_runs(runs).comparable("transformer", model)
-        except InsufficientEvidence:  # one of them has another length
-            continue
+    for length, pair in text.by_setting("T", "transformer", model):
         losses = pair.losses()
         both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
         if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
-            leads[float(str(length))] = lead
+            leads[length] = lead
     if not leads:
         raise InsufficientEvidence(f"Needs transformer and {model} trained under equal conditions.")
     first, last = min(leads), max(leads)
@@ -56,19 +53,12 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
 
 
 def _beside_sinks(
-    evidence: Evidence,
-    models: Sequence[str],
-    measured: Measured,
-    what: str,
-    *,
-    also: Measured | None = None,
-    keep: bool = False,
-) -> Verdict:
-    """Judge numbers per model, all expected below 0, if the Transformer has sinks.
+    evidence: Evidence, models: Sequence[str], measured: Measured, what: str, *, also: Measured | None = None, keep:
+    bool = False,
+) -> Verdict:  # fmt: skip
+    """Judge numbers per model, all expected below 0, if the Transformer has sinks (`keep`: and if the models have them too).
 
-    Args:
-        also: Numbers that must be above 0 before the claim is supported.
-        keep: Whether the models must have sinks too.
+    The numbers `also` must be above 0 before the claim is supported.
     """
     pair = evidence.measured().comparable("transformer", models)
     here = [model for model in models if model in pair.models]
@@ -82,28 +72,21 @@ def _beside_sinks(
     base, shown, told = strongest_mass(pair, "transformer"), dict[str, Interval](), []
     units, gone = dict[str, str](), False
     for model in here:
-        mass = strongest_mass(pair, model)
+        mass, name = strongest_mass(pair, model), model_name(model)
         sunk = int((mass > SINK_MASS).sum())
         gone |= sunk <= len(mass) / 2
-        told.append(f"{model_name(model)} has them in {sunk} of {len(mass)}")
-        for name, unit, i in (
-            ("strongest head's sink mass", "share", paired_seeds(mass, base)), ("loss", "nats", pair.difference(losses, model)),
-        ):  # fmt: skip
-            shown[f"{model_name(model)}, {name}"], units[f"{model_name(model)}, {name}"] = i, unit
+        told.append(f"{name} has them in {sunk} of {len(mass)}")
+        shown |= {
+            f"{name}, strongest head's sink mass": paired_seeds(mass, base),
+            f"{name}, loss": pair.difference(losses, model),
+        }
+        units |= {f"{name}, strongest head's sink mass": "share", f"{name}, loss": "nats"}
     width = f"MLPs of {pair.runs['d_mlp'].max():.0f} neurons"
     sentence = f"{formed}, {', '.join(told)}; {what}: {intervals_text(found)}; minus vanilla's: {intervals_text(shown)}; {width}."
     signs = [-1] * len(parts) + [1] * len(above)
     return judged(
-        parts,
-        signs,
-        sentence,
-        "logarithm of a ratio",
-        units,
-        also=above,
-        shown=shown,
-        doubt=keep and gone,
-        min_seeds=SINK_SEEDS,
-    )
+        parts, signs, sentence, "logarithm of a ratio", units, also=above, shown=shown, doubt=keep and gone, min_seeds=SINK_SEEDS
+    )  # fmt: skip
 
 
 def _outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
@@ -122,9 +105,7 @@ def _outliers(pair: Evidence, model: str) -> Mapping[str, Interval]:
 )  # fmt: skip
 def a_value_gate_removes_outliers(evidence: Evidence) -> Verdict:
     """A gate that closes a token's value from the value itself makes massive entries of the stream needless."""
-    return _beside_sinks(
-        evidence, ("value_gate",), _outliers, "ln of the largest over the median entry, minus vanilla's"
-    )
+    return _beside_sinks(evidence, ("value_gate",), _outliers, OUTLIERS)
 
 
 @claim(
@@ -168,6 +149,4 @@ def sinks_gather_gradients_that_spikes_answer(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def norms_remove_spikes_and_leave_sinks(evidence: Evidence) -> Verdict:
     """Massive activations depend on the placement of the norms, attention sinks do not: norms can remove spikes and leave sinks."""
-    return _beside_sinks(
-        evidence, NORMS, _outliers, "ln of the largest over the median entry, minus vanilla's", keep=True
-    )
+    return _beside_sinks(evidence, NORMS, _outliers, OUTLIERS, keep=True)

@@ -27,15 +27,10 @@ PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"
 )  # fmt: skip
 def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     """Models whose later layers read the first layer's values learn to copy earlier; a residual on the keys does not help."""
-    races = evidence.of_task("repeated")
-    races = races.comparable("transformer", PATHS, ignoring=("lr",), control=CONTROL)
+    races = evidence.of_task("repeated").comparable("transformer", PATHS, ignoring=("lr",), control=CONTROL)
     intervals, beyond = dict[str, Interval](), dict[str, Interval]()
     parts, doubt = [], []
-    for rate, runs in races.runs.groupby("lr"):
-        try:
-            race = races.of_runs(runs).comparable("transformer", PATHS)
-        except InsufficientEvidence:
-            continue
+    for rate, race in races.by_setting("lr", "transformer", PATHS):
         steps = copying_steps(race)
         for model in (m for m in (*PATHS, CONTROL, SCALED) if m in steps):
             intervals[f"{model} at rate {rate:g}"] = ahead = compare_steps(steps[model], steps["transformer"])

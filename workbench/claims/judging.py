@@ -40,12 +40,9 @@ def chosen(questions: Sequence[str] | None = None, claims: Sequence[str] | None 
 def judge(
     evidence: Evidence, claims: Sequence[Claim], progress: Callable[[int, Claim, Verdict], None] = lambda *_: None
 ) -> tuple[Judged, ...]:
-    """Return the verdict on each claim, Holm-corrected over all of them.
+    """Return the verdict on each claim, Holm-corrected over all of them; every page and command that shows verdicts calls it.
 
-    Every page, report and command that shows verdicts calls this function.
-
-    Args:
-        progress: Called with the number of judged claims, the last of them and its verdict before the correction.
+    `progress` is called with the number of judged claims, the last of them and its verdict before the correction.
     """
     verdicts = []
     for i, claim in enumerate(claims, 1):

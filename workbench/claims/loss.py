@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from workbench.claims.budget import TESTED, tokens_per_parameter
 from workbench.claims.evidence import Evidence, at_last_step, best_rates
 from workbench.claims.published import beside_published
-from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, TESTED, claim, tokens_per_parameter
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, intervals_text, listed, model_name, seeds_note, share
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_documents
@@ -89,12 +88,7 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
 
     The best rate has the lowest mean loss, among rates that all models share. If some seeds have all rates of all models, and three others
     have the best ones, the first seeds choose and the others are compared. With fewer than `RATES` shared rates, runs of equal rates or of
-    rates chosen in another sweep are compared.
-
-    Args:
-        text: Evidence on text.
-        wanted: Names of models; the first with runs of each tuple is used.
-        also: Further models.
+    rates chosen in another sweep are compared. Of each tuple of names the first with runs is used; `also` are further models.
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
@@ -128,12 +122,7 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
 
 
 def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], note: str = "") -> Verdict:
-    """Judge whether every form of an architecture ends at a lower loss than all rivals, paired by seed.
-
-    Args:
-        rivals: Names of models; of several names in a tuple one is enough.
-        note: Appended to the numbers.
-    """
+    """Judge whether every form of an architecture ends at a lower loss than all rivals, paired by seed; `note` follows the numbers."""
     text = evidence.of_task("text")
     forms = [name for name in text.models if name.partition("[")[0] == model] or [model]
     others = [name for rival in rivals for name in ((rival,) if isinstance(rival, str) else rival)]
@@ -157,13 +146,10 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
 
 def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> Interval:
     """Return the share of steps saved until the loss that both models reach, over seeds; negative if more steps are needed."""
-    curves, ratios = pair.curves(), []
-    for _, rows in pair.runs.groupby("seed"):
-        run = rows.groupby("model")["run"].first()
-        if {run.get(model), run.get(baseline)} <= curves.keys():
-            both = [curves[run[name]] for name in (model, baseline)]
-            loss = max(float(curve.iloc[-1]) for curve in both)
-            ratios.append(step_at_loss(both[0], loss) / step_at_loss(both[1], loss))
+    ratios = []
+    for mine, base in pair.paired_curves(model, baseline).values():
+        loss = max(float(mine.iloc[-1]), float(base.iloc[-1]))
+        ratios.append(step_at_loss(mine, loss) / step_at_loss(base, loss))
     return saved_share(ratios)
 
 
@@ -177,14 +163,9 @@ def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple
 
 def _course(pair: Evidence, model: str, baseline: str = "transformer") -> str:
     """Mean difference of the losses during long trainings, by training tokens per parameter."""
-    budget = tokens_per_parameter(pair.runs)
-    if not budget >= TESTED:
+    if not (budget := tokens_per_parameter(pair.runs)) >= TESTED:
         return ""
-    curves, gaps = pair.curves(), []
-    for _, rows in pair.runs.groupby("seed"):
-        run = rows.groupby("model")["run"].first()
-        if {run.get(model), run.get(baseline)} <= curves.keys():
-            gaps.append((curves[run[model]] - curves[run[baseline]]).dropna())
+    gaps = [(mine - base).dropna() for mine, base in pair.paired_curves(model, baseline).values()]
     if not gaps:
         return ""
     gap = pd.concat(gaps, axis=1).mean(axis=1)
@@ -205,21 +186,6 @@ def _same_documents(pair: Evidence, model: str) -> str:
     return f"; over {change.n} shared documents of these seeds {change}"
 
 
-def _by_size(evidence: Evidence, model: str, size: str, baseline: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Tables (method, baseline) of size and loss, each model at its best learning rate among the rates that both have at a size."""
-    losses = evidence.losses().groupby(["run", "model"], as_index=False)["value"].mean()
-    losses = losses.merge(evidence.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
-    losses = losses[losses["model"].isin([model, baseline])]
-    both = (
-        losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
-    )  # a rate that one had alone would favour it
-    losses = losses[both]
-    means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
-    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
-    tables = [best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, baseline)]
-    return tables[0], tables[1]
-
-
 def _saving(pair: Evidence, model: str, size: str) -> Verdict:
     """Judge the share of parameters or tokens that is saved at equal loss, by every form of the curve."""
     shown = _savings(pair, model, size, "transformer")
@@ -238,9 +204,16 @@ def _saving(pair: Evidence, model: str, size: str) -> Verdict:
 
 
 def _savings(pair: Evidence, model: str, size: str, baseline: str) -> dict[str, Interval]:
-    """Share of parameters or tokens saved at the baseline's loss, by form of the curve."""
-    forms = savings_intervals(*_by_size(pair, model, size, baseline))
-    return {name: i for name, i in forms.items() if not math.isnan(i.value)}
+    """Share of parameters or tokens saved at the baseline's loss, by form of the curve, each model at its best rate of a size."""
+    losses = pair.losses().groupby(["run", "model"], as_index=False)["value"].mean()
+    losses = losses.merge(pair.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
+    losses = losses[losses["model"].isin([model, baseline])]
+    both = losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
+    losses = losses[both]  # a rate that one had alone would favour it
+    means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
+    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
+    tables = (best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, baseline))
+    return {name: i for name, i in savings_intervals(*tables).items() if not math.isnan(i.value)}
 
 
 def _shared_sizes(pair: Evidence, model: str, size: str) -> int:

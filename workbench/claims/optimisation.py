@@ -37,20 +37,12 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
         raise InsufficientEvidence("The two models share no learning rate.")
     controls = [m for m in sweep.models if m.startswith("transformer[")]
     tried = losses.groupby("model")["lr"].agg(set)
-    against = {
-        f"against {name}": sweep.difference(
-            losses[losses["lr"].isin(tried[model] & tried.get(name, set()))], model, name
-        )
-        for name in controls
-    }
+    shared = {name: losses[losses["lr"].isin(tried[model] & tried.get(name, set()))] for name in controls}
+    against = {f"against {name}": sweep.difference(rows, model, name) for name, rows in shared.items()}
     first = next(iter(intervals.values()))
-    lacking = []
-    if tuning.rates < RATES:
-        lacking.append(f"learning rates ({tuning.rates} of the {RATES} needed)")
-    if not scaled:
-        lacking.append("the control with halved values")
-    if not controls:
-        lacking.append("no vanilla control whose first layer learns faster")
+    lacking = [f"learning rates ({tuning.rates} of the {RATES} needed)"] * (tuning.rates < RATES)
+    lacking += ["the control with halved values"] * (not scaled)
+    lacking += ["no vanilla control whose first layer learns faster"] * (not controls)
     missing = f"; missing: {', '.join(lacking)}" if lacking else ""
     more = "".join(f"; {name} {i}" for name, i in {**tuned, **against}.items()) + (told if scaled else "")
     more += f"{_gradients(sweep, model)}{missing}"

@@ -94,7 +94,14 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
         group = text.comparable(better, worse)
         intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
-        if slopes := _slopes(text, model):
+        rows = text.of_model(text.written("coefficient"), model)
+        rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
+        lines = [
+            (r["layer"].astype(float), r["value"].astype(float))
+            for _, r in rows.groupby("seed")
+            if r["layer"].nunique() > 1
+        ]
+        if slopes := [float(np.polyfit(layers, values, 1)[0]) for layers, values in lines]:
             intervals[f"growth per layer of {model}'s coefficients"] = over_seeds(slopes)
     if not intervals:
         raise InsufficientEvidence("Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
@@ -114,28 +121,17 @@ def _placements(text: Evidence) -> list[tuple[str, str, str]]:
     if chosen.empty:
         return []
     rest = chosen["options"].map(lambda o: json.dumps({k: v for k, v in json.loads(o).items() if k != "layers"}))
-    found: list[tuple[str, str, str]] = []
+    comparisons: list[tuple[str, str, str]] = []
     for _, group in chosen.groupby(rest):
         named = {str(name): layers for name, layers in zip(group["model"], group["chosen"], strict=True)}
         late = max(named, key=lambda name: (min(named[name]), max(named[name])))
         early = [name for name, layers in named.items() if max(layers) < min(named[late])]
-        whole = [name for name, layers in named.items() if set(layers) > set(named[late])]
-        found += [("late - early layers' loss", late, name) for name in early[:1]]
-        found += [("late - all layers' loss", late, name) for name in whole[:1]]
-    if "resformer" in text.models and not any(name.startswith("late - all") for name, *_ in found):
-        found.append(("late - all layers' loss", late, "resformer"))
-    return found
-
-
-def _slopes(evidence: Evidence, model: str) -> list[float]:
-    """Growth of the first layer's trained coefficients per layer, by seed."""
-    rows = evidence.of_model(evidence.written("coefficient"), model)
-    rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
-    return [
-        float(np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0])
-        for _, r in rows.groupby("seed")
-        if r["layer"].nunique() > 1
-    ]
+        all_layers = [name for name, layers in named.items() if set(layers) > set(named[late])]
+        comparisons += [("late - early layers' loss", late, name) for name in early[:1]]
+        comparisons += [("late - all layers' loss", late, name) for name in all_layers[:1]]
+    if "resformer" in text.models and not any(name.startswith("late - all") for name, *_ in comparisons):
+        comparisons.append(("late - all layers' loss", late, "resformer"))
+    return comparisons
 
 
 @claim(

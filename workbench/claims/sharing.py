@@ -68,12 +68,7 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
     """SVFormer's loss falls faster per step at first and is overtaken later, the later the longer the sequences."""
     text = evidence.of_task("text").comparable("transformer", "svformer", ignoring=("T", "batch"))
     parts, leads, crossings = [], dict[str, Interval](), dict[float, pd.Series]()
-    for key, runs in text.runs.groupby("T"):
-        length = float(str(key))
-        try:
-            pair = text.of_runs(runs).comparable("transformer", "svformer")
-        except InsufficientEvidence:  # one of them has another length
-            continue
+    for length, pair in text.by_setting("T", "transformer", "svformer"):
         races, steps = _races(pair), int(pair.runs["steps"].max())
         leads[f"T {length:.0f}: early lead"] = lead = over_seeds(races["lead"])
         crossings[length] = races["crossing"]
@@ -87,22 +82,16 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
         parts.append(f"T {length:.0f}: early relative loss {lead} nats{seeds_note(lead)}, {when}")
     if not leads:
         raise InsufficientEvidence("Needs transformer and svformer trained under equal conditions.")
-    later = _growth(crossings)
-    told = f" The crossing's step goes as a power of the length: {intervals_text(later)}."
-    if not later:
-        told = " How the crossing moves with the length needs runs of several."
-    sentence = f"SVFormer - Transformer at equal step, {'; '.join(parts)}.{told}"
-    doubt = not later or any(steps.isna().any() for steps in crossings.values())
+    later = dict[str, Interval]()
+    growth = "How the crossing moves with the length needs runs of several"
+    if len(crossings) > 1:
+        lengths, steps = np.log(list(crossings)), np.log(pd.DataFrame(crossings).dropna().to_numpy())
+        later["growth with length"] = over_seeds([float(np.polyfit(lengths, one, 1)[0]) for one in steps])
+        growth = f"The crossing's step goes as a power of the length: {intervals_text(later)}"
+    sentence = f"SVFormer - Transformer at equal step, {'; '.join(parts)}. {growth}."
+    doubt = not later or any(each.isna().any() for each in crossings.values())
     signs = [-1] * len(leads) + [1] * len(later)
     return judged({**leads, **later}, signs, sentence, "nats", dict.fromkeys(later, "power"), doubt=doubt)
-
-
-def _growth(crossings: dict[float, pd.Series]) -> dict[str, Interval]:
-    """Exponent of the sequence length in the step of the crossing, over seeds; empty for one length."""
-    if len(crossings) < 2:
-        return {}
-    lengths, steps = np.log(list(crossings)), np.log(pd.DataFrame(crossings).dropna().to_numpy())
-    return {"growth with length": over_seeds([float(np.polyfit(lengths, one, 1)[0]) for one in steps])}
 
 
 def _races(pair: Evidence) -> pd.DataFrame:

@@ -25,17 +25,15 @@ SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
 SINK_SEEDS = 5  # one seed reproduced a published picture here and two did not
 WRITING = ("no-op", "broadcast", "mixed")  # what a sink may do, of `sink_kind`
 AT_ZERO = "held_start"  # the start token's value
-EVEN, UNEVEN = (
-    f"held_start[others_norm=1.0,start_norm={start}]" for start in (1.0, "free")
-)  # all values of one norm, or all others'
+EVEN, UNEVEN = "held_start[others_norm=1.0,start_norm=1.0]", "held_start[others_norm=1.0,start_norm=free]"
+# all values of one norm, or all others'
 METHODS = ("resformer", "svformer", "resformer_constant", "resformer_learnable", "resformer_sparse")
 
 
 def need_sinks(evidence: Evidence) -> str:
     """Return the Transformer's sinks in words; raises `InsufficientEvidence` (gated) without sinks or with too few seeds.
 
-    The thresholds are fixed: the strongest head's sink mass, and the sink rate at 64 tokens. Concentration is no criterion, since local and
-    content heads concentrate without a sink.
+    Concentration is no criterion, since local and content heads concentrate without a sink.
     """
     heads = strongest_mass(evidence, "transformer")
     masses = evidence.records("sink_mass")
@@ -47,11 +45,10 @@ def need_sinks(evidence: Evidence) -> str:
         sunk &= rate.groupby(["seed", "layer"])["value"].mean().groupby("seed").max() > SINK_RATE
     formed = int(sunk.sum())
     if formed <= len(heads) / 2:
-        why = (
+        raise InsufficientEvidence(
             f"No sink formed in the vanilla model. Its strongest head gives the first token {heads.max():.1%} of its attention"
-            f"{uniform}. A sink here means more than {SINK_MASS:.0%} in most seeds. So nothing can vanish."
-        )
-        raise InsufficientEvidence(why, "gated")
+            f"{uniform}. A sink here means more than {SINK_MASS:.0%} in most seeds. So nothing can vanish.", "gated",
+        )  # fmt: skip
     if len(heads) < SINK_SEEDS:
         why = f"Sinks formed in {formed} of {len(heads)} seeds, and {SINK_SEEDS} seeds are needed: single seeds mislead here."
         raise InsufficientEvidence(why, "gated")
@@ -212,7 +209,11 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     _need_one_half(steps["transformer"], "delay")
     copied = copying_steps(pair)
     later = {model_name(n): compare_steps(s, steps["transformer"]) for n, s in steps.items() if n != "transformer"}
-    after = compare_steps(*(_since(steps[name], copied[name]) for name in ("svformer", "transformer")))
+    since = [
+        steps[n].assign(at=steps[n]["at"] - copied[n]["at"], formed=steps[n]["formed"] & copied[n]["formed"])
+        for n in ("svformer", "transformer")
+    ]
+    after = compare_steps(*since)
     first = later.pop(model_name("svformer"))
     told = [f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one)" for n, s in steps.items()]
     sentence = (
@@ -222,7 +223,7 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     )
     return judged(
         {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,
-        doubt=not _in_most(steps["svformer"]), min_seeds=SINK_SEEDS,
+        doubt=steps["svformer"]["formed"].mean() <= 1 / 2, min_seeds=SINK_SEEDS,
     )  # fmt: skip
 
 
@@ -233,22 +234,11 @@ def _strongest(pair: Evidence) -> pd.DataFrame:
     return heads.loc[heads.groupby("run")["value"].idxmax()].assign(metric="sink_mass")
 
 
-def _in_most(steps: pd.DataFrame) -> bool:
-    return bool(steps["formed"].mean() > 1 / 2)
-
-
-def _since(steps: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Steps counted from other steps of the same run."""
-    return steps.assign(at=steps["at"] - others["at"], formed=steps["formed"] & others["formed"])
-
-
 def _need_one_half(steps: pd.DataFrame, what: str) -> None:
     """Raise `InsufficientEvidence` (gated) if the Transformer forms no sink."""
-    if not _in_most(steps):
-        raise InsufficientEvidence(
-            f"Vanilla's strongest head passes one half in {formed_in(steps)} seeds: nothing to {what}.",
-            "gated",
-        )
+    if steps["formed"].mean() <= 1 / 2:
+        why = f"Vanilla's strongest head passes one half in {formed_in(steps)} seeds: nothing to {what}."
+        raise InsufficientEvidence(why, "gated")
 
 
 def _sink_steps(pair: Evidence, model: str) -> pd.DataFrame:
@@ -278,7 +268,7 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     less = pair.difference(_strongest(pair), "gated_attention")
     told = "; ".join(f"{model_name(n)} forms a sink in {formed_in(s)} seeds" for n, s in steps.items())
     sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
-    doubt = _in_most(steps["gated_attention"])
+    doubt = steps["gated_attention"]["formed"].mean() > 1 / 2
     return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)
 
 

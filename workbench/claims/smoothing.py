@@ -52,12 +52,8 @@ def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:
     if variant is None:
         return mine.rows("importance_entropy", step=step)
     parts = mine.rows("concentration_parts", step=step, variant=...)
-    rest = parts[parts["variant"].isin(["profile", "content"])]
-    return (
-        rest.groupby(["run", "seed", "step", "layer"], as_index=False)["value"]
-        .sum()
-        .assign(value=lambda r: -r["value"])
-    )
+    parts = parts[parts["variant"].isin(["profile", "content"])].assign(value=lambda r: -r["value"])
+    return parts.groupby(["run", "seed", "step", "layer"])["value"].sum().reset_index()
 
 
 def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
@@ -104,18 +100,17 @@ def value_residuals_smooth_less(evidence: Evidence) -> Verdict:
 def _smooths_less(evidence: Evidence, models: Sequence[str], *, control: bool = False) -> Verdict:
     """Judge whether a model's tokens are less alike after training than the Transformer's.
 
-    The difference at random init is not subtracted. Architectures start from different similarities, so models with equally similar trained
-    tokens would then differ.
+    The difference at random init is not subtracted: models with equally similar trained tokens would then differ.
     """
     pair = evidence.of_task("text").comparable("transformer", models, control=SCALED)
     model = pair.first_of(models)
     last, first, over_time = (
         pair.rows("token_similarity", step=s, site="stream").query("layer > 0") for s in ("last", "first", "all")
     )
-    trained, matched, start = (
+    trained, start, matched = (
         pair.difference(last, model),
-        pair.at_equal_loss(over_time, model),
         pair.difference(first, model),
+        pair.at_equal_loss(over_time, model),
     )
     scaled, told = beside_scaled(pair, last, model, "(trained)") if control else ({}, "")
     sentence = (

@@ -10,7 +10,7 @@ from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import intervals_text, model_name, seeds_note
-from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}
 KEPT = 0.5  # of what zeroing costs
@@ -30,7 +30,15 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
     model, depth = pair.first_of(RESFORMERS), pair.fact("n_layers")
-    _refuse_weak(pair.records("token_probe"))
+    reached = pair.records("token_probe")
+    reached = reached[(reached["variant"] == "of_ceiling") & reached["control"].isna()]
+    weak = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & (reached["value"] < REACHED)]
+    if len(weak):  # the first layer's own values determine the token
+        least = weak.sort_values("value").iloc[0]
+        raise InsufficientEvidence(
+            f"The probe reads only {least['value']:.1%} of a lookup's bits off layer 1's own values of {least['run']} at step "
+            f"{least['step']}, which hold them all: it is too weak to tell anything of other sites."
+        )
     intervals, scaled, said = dict[str, Interval](), dict[str, Interval](), ""
     for site, name in SITES.items():
         now, start, over_time = (
@@ -43,19 +51,6 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
     note = seeds_note(next(iter(intervals.values())))
     sentence = f"Bits of the token, {model_name(model)} - Transformer: {intervals_text(intervals | scaled)}{note}{'' if scaled else said}."
     return judged(intervals, 1, sentence, "bits", also=scaled, doubt=not scaled)
-
-
-def _refuse_weak(records: pd.DataFrame) -> None:
-    """Raise `InsufficientEvidence` if the probe cannot read the token off the first layer's own values, which determine it."""
-    reached = records[records["variant"] == "of_ceiling"]
-    reached = reached[(reached["site"] == "own_v") & (reached["layer"] == 0) & reached["control"].isna()]
-    weak = reached[reached["value"] < REACHED]
-    if len(weak):
-        least = weak.sort_values("value").iloc[0]
-        raise InsufficientEvidence(
-            f"The probe reads only {least['value']:.1%} of a lookup's bits off layer 1's own values of {least['run']} at step "
-            f"{least['step']}, which hold them all: it is too weak to tell anything of other sites."
-        )
 
 
 @claim(
@@ -74,25 +69,29 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     depth = mine.fact("n_layers")
     change = mine.rows("value_ablation", variant=..., site="own_v")
     change = change[change["layer"].isna()]
-    each = _kept(change)
+    # one document has no standard error, whose column must be there nevertheless
+    wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
+    if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):
+        raise InsufficientEvidence("No layer after the first has values that were replaced.")
+    token, zero = wide["value", "token_mean"], wide["value", "zero"]
+    if (zero <= 0).any():
+        why = "Removing deep values does not raise the loss, so nothing is there to be kept."
+        raise InsufficientEvidence(why, "unresolved")
+    half = np.hypot(wide["se", "token_mean"], wide["se", "zero"] * token / zero) / zero
+    each = pd.DataFrame({"value": 1 - token / zero, "se": half, "n": int(change["n"].min())}).reset_index()
+    each = each.merge(change[["run", "seed"]].drop_duplicates(), on="run")
     kept, beyond = model_mean(each), model_mean(each.assign(value=each["value"] - KEPT))
 
     def share(site: str, step: str = "last") -> pd.Series:
         return mine.by_seed(deep_layers(mine.rows("token_identity_share", step=step, site=site), depth), "transformer")
 
-    own, others = (
-        share("own_v"),
-        {"queries": share("q"), "keys": share("k"), "values at random init": share("own_v", "first")},
-    )
+    own = share("own_v")
+    others = {"queries": share("q"), "keys": share("k"), "values at random init": share("own_v", "first")}
     apart = {f"share of values - {name}": paired_seeds(own, other) for name, other in others.items()}
-    seeds = len(each)
-    few = (
-        "" if seeds >= MIN_SEEDS else f" ({seeds} of the {MIN_SEEDS} seeds needed)"
-    )  # documents say nothing of other trainings
     alike = any(apart[name].sign < 1 for name in list(apart)[:2])
     sentence = (
         f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of the effect of deep values (1 - its cost over the "
-        f"cost of zero){few}. The token explains {own.mean():.0%} of the variance of deep own values "
+        f"cost of zero){seeds_note(len(each))}. The token explains {own.mean():.0%} of the variance of deep own values "
         f"({others['values at random init'].mean():.0%} at init), {others['queries'].mean():.0%} of queries, "
         f"{others['keys'].mean():.0%} of keys{'. Queries or keys depend on it as much, so nothing sets values apart' if alike else ''}."
     )
@@ -111,21 +110,3 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
 def deep_values_can_be_looked_up(evidence: Evidence) -> Verdict:
     """Values of the last third of the layers can be looked up by token id without loss, and with a gain."""
     return ends_lower(evidence, "bank_of_values", "transformer")
-
-
-def _kept(change: pd.DataFrame) -> pd.DataFrame:
-    """1 - cost(token mean) / cost(zero) by run, with its error over documents."""
-    # one document has no standard error, whose column must be there nevertheless
-    wide = change.pivot_table(index="run", columns="variant", values=["value", "se"], dropna=False)
-    if not {("value", "token_mean"), ("value", "zero")} <= set(wide.columns):
-        raise InsufficientEvidence("No layer after the first has values that were replaced.")
-    token, zero = wide["value", "token_mean"], wide["value", "zero"]
-    if (zero <= 0).any():
-        why = "Removing deep values does not raise the loss, so nothing is there to be kept."
-        raise InsufficientEvidence(why, "unresolved")
-    kept = 1 - token / zero
-    half = np.hypot(wide["se", "token_mean"], wide["se", "zero"] * token / zero) / zero
-    rows = pd.DataFrame(
-        {"run": kept.index, "value": kept.to_numpy(), "se": half.to_numpy(), "n": int(change["n"].min())}
-    )
-    return rows.merge(change[["run", "seed"]].drop_duplicates(), on="run")

@@ -19,26 +19,17 @@ STATUSES: dict[Status, str] = {
     "not_checkable": "not checkable with these runs",
 }  # fmt: skip
 NONE: Mapping[Any, Any] = MappingProxyType({})
-DECIDED: tuple[Status, ...] = ("supported", "refuted", "unresolved")
-"""Statuses of claims that were tested."""
-ROLES = ("decides", "must hold too", "can refute", "context")
-"""Of a comparison in a verdict's table."""
+DECIDED: tuple[Status, ...] = ("supported", "refuted", "unresolved")  # statuses of claims that were tested
+ROLES = ("decides", "must hold too", "can refute", "context")  # of a comparison in a verdict's table
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The status of a claim, the sentence that explains it, and the numbers behind it.
 
-    Args:
-        status: `gated` names an unmet condition, `not_checkable` missing runs.
-        sentence: What was compared, with numbers.
-        table: The numbers behind the sentence.
-        runs: Names of the compared runs.
-        setting: What these runs have in common, in words.
-        scope: Limits of the status, or the unmet condition.
-        p: Probability of a decision as clear by chance; NaN if nothing was tested.
-        alone: Status before the correction over all verdicts of a page.
-        factor: Number by which the corrections have multiplied the p-value.
+    `setting` is what the compared runs have in common, `scope` the limits of the status or the unmet condition of a `gated` claim. `p` is
+    the probability of a decision as clear by chance (NaN if nothing was tested), `alone` the status before the correction over a page,
+    `factor` the number by which the corrections have multiplied the p-value.
     """
 
     status: Status
@@ -105,15 +96,9 @@ def decide(
     largest. It is refuted if any has the opposite sign: the smallest p-value times their number (Bonferroni). If nothing differs
     from 0, each happens to at most 2.5 % of claims at a confidence level of 95 %; `docs/verdicts.md` lists the measured rates.
 
-    Args:
-        parts: Comparisons that support and refute.
-        expected: Expected sign of all, or one for each of `parts`, `also` and `against`.
-        also: Comparisons that must have their sign before the claim is supported, and cannot refute it.
-        against: Comparisons that can refute and need not have their sign.
-        min_seeds: Comparisons over fewer seeds, or over documents, decide nothing.
-
-    Returns:
-        The status and the p-value (NaN if nothing was tested).
+    `parts` support and refute, `also` must have their sign before the claim is supported and cannot refute it, `against` can refute and
+    need not have their sign. `expected` is the sign of all, or of each in this order. Comparisons over fewer than `min_seeds` seeds, or
+    over documents, decide nothing. The p-value is NaN if nothing was tested.
     """
     given = [*parts.values(), *also.values(), *against.values()]
     signs = [expected] * len(given) if isinstance(expected, int) else expected
@@ -138,13 +123,9 @@ def judged(
     units: Mapping[Any, str] = NONE, *, also: Mapping[Any, Interval] = NONE, against: Mapping[Any, Interval] = NONE,
     shown: Mapping[Any, Interval] = NONE, doubt: object = None, wrong: object = None, min_seeds: int = MIN_SEEDS,
 ) -> Verdict:  # fmt: skip
-    """Return the verdict of `decide`, with all comparisons as its table.
+    """Return the verdict of `decide`, with all comparisons and those `shown` alone as its table; `units` are exceptions from `unit`.
 
-    Args:
-        unit: Unit of the comparisons; `units` names exceptions.
-        shown: Comparisons that are listed and decide nothing.
-        doubt: If true, a claim that would be supported stays unresolved.
-        wrong: If true, the claim is refuted by a fact that does not depend on chance.
+    With `doubt`, a claim that would be supported stays unresolved. With `wrong`, a fact that does not depend on chance refutes it.
     """
     status, p = decide(parts, expected, also=also, against=against, min_seeds=min_seeds)
     if wrong and math.isfinite(p):
@@ -176,11 +157,7 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
 def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
     """Combine the verdicts in all comparable settings into one: the clearest, Holm-corrected for the number of settings.
 
-    Args:
-        verdicts: Verdicts by setting, the preferred setting first. It is shown if nothing is decided.
-
-    Returns:
-        The verdict; settings that contradict each other leave it unresolved.
+    The preferred setting is first, and is shown if nothing is decided. Settings that contradict each other leave it unresolved.
     """
     tested = {name: v for name, v in verdicts.items() if math.isfinite(v.p)}
     if len(tested) < 2:
@@ -190,9 +167,7 @@ def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
     statuses: dict[str, Status] = {
         n: v.status if adjusted[n] <= significance() else "unresolved" for n, v in tested.items()
     }
-    first = min(
-        tested, key=lambda name: (statuses[name] == "unresolved", adjusted[name] * (statuses[name] != "unresolved"))
-    )
+    first = min(tested, key=lambda n: (1, 0.0) if statuses[n] == "unresolved" else (0, adjusted[n]))
     contrary = {"supported", "refuted"} <= set(statuses.values())
     by_setting = "; ".join(f"{name}: {STATUSES[status]}" for name, status in statuses.items())
     sentence = (

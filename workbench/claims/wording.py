@@ -18,9 +18,10 @@ WORDS = {
 }  # fmt: skip
 
 
-def seeds_note(interval: Interval) -> str:
-    """Return a note if seeds are too few to decide, else nothing."""
-    return f" ({interval.n} of the {MIN_SEEDS} seeds needed)" if interval.n < MIN_SEEDS else ""
+def seeds_note(seeds: Interval | int) -> str:
+    """Return a note if the seeds (of an interval, or their number) are too few to decide, else nothing."""
+    n = seeds.n if isinstance(seeds, Interval) else seeds
+    return f" ({n} of the {MIN_SEEDS} seeds needed)" if n < MIN_SEEDS else ""
 
 
 def intervals_text(intervals: Mapping[Any, Interval], between: str = "; ", *, notes: bool = False) -> str:
@@ -57,27 +58,18 @@ def setting_of(runs: pd.DataFrame) -> str:
     return ", ".join(parts)
 
 
-def dtypes_of(found: Sequence[str]) -> str:
-    """Return the data types that records were measured in, in words; empty if unknown."""
-    return f", in {listed(found)}" if found else ""
-
-
 def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
     """Return in words how each of several settings differs from the others."""
     alike = [{str(c): rows[c].iloc[0] for c in rows if rows[c].nunique(dropna=False) == 1} for rows in settings]
     columns = [c for c in map(str, settings[0]) if all(c in setting for setting in alike)]
     differ = [c for c in columns if len({str(setting[c]) for setting in alike}) > 1]
-    names = [
-        ", ".join(WORDS.get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ) for setting in alike
-    ]
-    if len(set(names)) < len(
+    names = [[WORDS.get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ] for setting in alike]
+    if len({tuple(parts) for parts in names}) < len(
         names
-    ):  # settings that differ in the learning rate, one of them with a rate for each model
-        rates = [
-            WORDS["lr"].format(setting["lr"]) if "lr" in setting else "each model at its own rate" for setting in alike
-        ]
-        names = [", ".join(filter(None, pair)) for pair in zip(names, rates, strict=True)]
-    return names
+    ):  # they differ in the learning rate, which each model may have for itself
+        for parts, setting in zip(names, alike, strict=True):
+            parts.append(WORDS["lr"].format(setting["lr"]) if "lr" in setting else "each model at its own rate")
+    return [", ".join(filter(None, parts)) for parts in names]
 
 
 def scope_of(runs: pd.DataFrame) -> str:

@@ -47,12 +47,6 @@ def _one_sentence(message: Warning | str, category: type[Warning], *where: Any, 
     return f"workbench: {message}\n" if ours else _standard(message, category, *where, **more)
 
 
-def _dropped(error: sys.UnraisableHookArgs) -> None:
-    """Do not print a Ctrl-C that arrives inside a destructor: the next progress update raises it again."""
-    if error.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(error)
-
-
 class _Output(io.TextIOWrapper):
     """Standard output that prints `?` for characters its encoding lacks and raises `WorkbenchError` on a full disk."""
 
@@ -86,7 +80,7 @@ def main() -> None:
     refuse_a_namesake()  # `import workbench` checked too, but another package may have replaced it since
     show_tracebacks(False)
     signal.signal(signal.SIGTERM, _terminated)
-    warnings.formatwarning, sys.unraisablehook = _one_sentence, _dropped
+    warnings.formatwarning = _one_sentence
     if type(sys.stdout) is io.TextIOWrapper:
         terminal, encoding = sys.stdout.line_buffering, sys.stdout.encoding
         sys.stdout = _Output(sys.stdout.detach(), encoding, errors="replace", line_buffering=terminal)

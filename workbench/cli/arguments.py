@@ -1,7 +1,4 @@
-"""The application that commands register on, and the arguments that several commands share.
-
-Arguments are checked here, before a command imports PyTorch.
-"""
+"""The application that commands register on, and arguments that several commands share, checked before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ OLD_NAMES = {
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
 
 
-def _silence(quiet: bool) -> None:
-    from workbench.console import silence
-
-    silence(quiet)
+TASKS = ("text", "repeated", "backcopy")
 
 
 def show_tracebacks(debug: bool) -> None:
@@ -52,7 +46,46 @@ def tracebacks_shown() -> bool:
     return _SETTINGS["debug"]
 
 
-_QUIET = typer.Option("--quiet", "-q", callback=_silence, help="Show no progress.")
+def checked(value: Any, param: typer.CallbackParam) -> Any:
+    """Return the value of an argument, refused here if it is wrong: before the command imports PyTorch."""
+    match param.name:
+        case "quiet":
+            from workbench.console import silence
+
+            silence(value)
+        case "out" if value:
+            from workbench.files import writable
+
+            writable(value)
+        case "device" if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
+            raise WorkbenchError(f"--device {value}: unknown device; use cpu, cuda, a number as in cuda:0, or mps")
+        case "option" | "model" | "recipe" | "config":
+            key_values(value, param.name)
+        case "architecture":
+            from workbench.models.registry import ARCHITECTURES
+
+            if unknown := [part for part in value.split("+") if part not in ARCHITECTURES]:
+                raise UnknownName("architecture", unknown[0], ARCHITECTURES)
+        case "preset":
+            from workbench.config import ModelConfig
+
+            ModelConfig.of(value)
+        case "metric":
+            from workbench.cli.listing import measures
+
+            if unknown := [name for name in value or () if name not in measures()]:
+                raise UnknownName("metric", unknown[0], measures())
+        case "task" if value not in TASKS:
+            raise UnknownName("task", value, TASKS)
+        case "version" if value:
+            from workbench import __version__
+
+            print(f"workbench {__version__}")
+            raise typer.Exit
+    return value
+
+
+_QUIET = typer.Option("--quiet", "-q", callback=checked, help="Show no progress.")
 _DEBUG = typer.Option("--debug", callback=show_tracebacks, is_eager=True, help="Show the full traceback of an error.")
 
 
@@ -100,13 +133,12 @@ class Application(typer.Typer):
                 function(**arguments)
 
             signature = inspect.signature(function, eval_str=True)
+            keyword = inspect.Parameter.KEYWORD_ONLY
             common = [
-                inspect.Parameter(
-                    flag, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-                )
+                inspect.Parameter(flag, keyword, default=False, annotation=Annotated[bool, option])
                 for flag, option in (("quiet", _QUIET), ("debug", _DEBUG))
             ]
-            parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()]
+            parameters = [p.replace(kind=keyword) for p in signature.parameters.values()]
             run.__signature__ = signature.replace(parameters=[*parameters, *common])  # type: ignore[attr-defined]
             run.__annotations__ = {p.name: p.annotation for p in [*parameters, *common]}
             register(run)
@@ -124,63 +156,13 @@ app = Application(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from workbench import __version__
-
-        print(f"workbench {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def workbench_command(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", "-V", callback=checked, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """An interpretability workbench for value-residual transformers."""
-
-
-def _writable(out: Path | None) -> Path | None:
-    """Refuse an output path that cannot be written before the work starts."""
-    from workbench.files import writable
-
-    return out and writable(out)
-
-
-def _checked_device(device: str | None) -> str | None:
-    if device is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", device):
-        raise WorkbenchError(f"--device {device}: unknown device; use cpu, cuda, a number as in cuda:0, or mps")
-    return device
-
-
-def _checked_pairs(pairs: list[str] | None, param: typer.CallbackParam) -> list[str] | None:
-    key_values(pairs, str(param.name))
-    return pairs
-
-
-def _checked_architecture(name: str) -> str:
-    from workbench.models.registry import ARCHITECTURES
-
-    for part in name.split("+"):
-        if part not in ARCHITECTURES:
-            raise UnknownName("architecture", part, ARCHITECTURES)
-    return name
-
-
-def _checked_preset(name: str) -> str:
-    from workbench.config import ModelConfig
-
-    ModelConfig.of(name)
-    return name
-
-
-def _checked_metrics(names: list[str] | None) -> list[str] | None:
-    from workbench.cli.listing import measures
-
-    if unknown := [name for name in names or () if name not in measures()]:
-        raise UnknownName("metric", unknown[0], measures())
-    return names
 
 
 def completing(module: str, names: str) -> Callable[[str], list[str]]:
@@ -202,7 +184,7 @@ def runs_and_models(incomplete: str) -> list[str]:
     return sorted(name for name in {*names, *paths} if name.startswith(incomplete) and not name.startswith("."))
 
 
-Out = functools.partial(typer.Option, "--out", "-o", callback=_writable)
+Out = functools.partial(typer.Option, "--out", "-o", callback=checked)
 Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; default $WORKBENCH_RUNS, then ./runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Number of processes; default one per core.")]
@@ -212,39 +194,39 @@ On = Annotated[
     typer.Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
 ]
 Device = Annotated[
-    str | None, typer.Option(callback=_checked_device, help="cpu, cuda, cuda:0, mps; default the best one available.")
+    str | None, typer.Option(callback=checked, help="cpu, cuda, cuda:0, mps; default the best one available.")
 ]
 ArchitectureName = Annotated[
     str,
     typer.Argument(
-        callback=_checked_architecture,
+        callback=checked,
         autocompletion=completing("workbench.models.registry", "ARCHITECTURES"),
         help="A name of `workbench list architectures`, or a+b.",
     ),
 ]
-PresetName = Annotated[str, typer.Option(callback=_checked_preset, help="A name of `workbench list presets`.")]
+PresetName = Annotated[str, typer.Option(callback=checked, help="A name of `workbench list presets`.")]
 Measures = functools.partial(
     typer.Option,
     "--metric",
     "-m",
-    callback=_checked_metrics,
+    callback=checked,
     autocompletion=completing("workbench.cli.listing", "measures"),
 )
 RunOrModel = functools.partial(typer.Argument, autocompletion=runs_and_models)
 Documents = Annotated[int, typer.Option("--documents", min=1, help="Largest number of documents.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option(callback=_checked_pairs, help="Architecture option as key=value, for example lambda_v1=0.3."),
+    typer.Option(callback=checked, help="Architecture option as key=value, for example lambda_v1=0.3."),
 ]
 ModelKeys = Annotated[
-    list[str] | None, typer.Option(callback=_checked_pairs, help="Model setting as key=value, for example n_layers=8.")
+    list[str] | None, typer.Option(callback=checked, help="Model setting as key=value, for example n_layers=8.")
 ]
 RecipeKeys = Annotated[
-    list[str] | None, typer.Option(callback=_checked_pairs, help="Training setting as key=value, for example lr=1e-3.")
+    list[str] | None, typer.Option(callback=checked, help="Training setting as key=value, for example lr=1e-3.")
 ]
 ConfigKeys = Annotated[
     list[str] | None,
-    typer.Option(callback=_checked_pairs, help="Setting that the files lack, as key=value, for example n_heads=8."),
+    typer.Option(callback=checked, help="Setting that the files lack, as key=value, for example n_heads=8."),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")]
 Download = Annotated[

@@ -94,22 +94,15 @@ def analyze(
 
     Stored records are reused. Ctrl-C stops; the same command resumes.
     """
-    from workbench.claims.analysis import analyse, verdict_table, write_figures, write_tables
-    from workbench.claims.page import write_page
+    from workbench.claims.analysis import analyse, verdict_table, write_figures, write_page, write_tables
     from workbench.console import note, print_json, progress, say
     from workbench.jobs.processes import default_processes
     from workbench.runs.run import runs_folder
 
     places = list(paths or [runs_folder(runs)])
     with progress("measuring") as task:
-        analysis = analyse(
-            places,
-            questions=question,
-            data=text,
-            n=documents,
-            workers=on or workers or default_processes(),
-            progress=task,
-        )
+        processes = on or workers or default_processes()
+        analysis = analyse(places, questions=question, data=text, n=documents, workers=processes, progress=task)
         task(task.done, what="writing")
         write_tables(analysis, out)
         page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, places))} --out {out}")
@@ -168,9 +161,8 @@ def xray_report_command(
     for file in written:
         say(f"written: {file}")
     if png and not drawn:
-        note(
-            "no PNG: Chrome, Chromium and Edge are missing; set WORKBENCH_BROWSER to a browser, or open the page in any browser"
-        )
+        cure = "set WORKBENCH_BROWSER to a browser, or open the page in any browser"
+        note(f"no PNG: Chrome, Chromium and Edge are missing; {cure}")
 
 
 @app.command()

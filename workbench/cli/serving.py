@@ -49,20 +49,33 @@ def serve(runs: Path, port: int) -> Server:
             )
         say(f"dashboard: {url} (already running)")
         return Server(url, None)
-    if _taken(port):
-        raise WorkbenchError(f"port {port} on {HOST} is in use by something else; choose another with --port")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            taken = f"port {port} on {HOST} is in use by something else"
+            raise WorkbenchError(f"{taken}; choose another with --port") from None
     if importlib.util.find_spec("streamlit") is None:
         raise WorkbenchError(f"the dashboard takes streamlit, which is not installed: {install('app')}")
     environment = os.environ | {RUNS: str(runs), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault(FOLDER, str(Path.cwd()))  # of builders: the server stands elsewhere
-    with _log(runs) as log:
+    try:
+        log: IO[bytes] = (runs / ".app.log").open("w+b")
+    except OSError:  # a folder that may only be read
+        log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+    with log:
         process = subprocess.Popen(
             [sys.executable, "-m", module("app.server"), "--port", str(port), "--runs", str(runs), "--parent", str(os.getpid())],
             cwd=HERE.parent, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        server = Server(url, process)
+        server, begin = Server(url, process), time.monotonic()
         try:
-            _await(server, port, log)
+            while not _healthy(port):
+                if process.poll() is not None or time.monotonic() - begin > START_S:
+                    log.seek(0)
+                    raise WorkbenchError(f"the dashboard did not start: {log.read()[-500:].decode(errors='replace')}")
+                time.sleep(0.1)
         except BaseException:  # Ctrl-C too
             stop(server)
             raise
@@ -78,22 +91,6 @@ def make_folder(runs: Path) -> None:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkbenchError(f"{runs} cannot be the folder of runs: {error.strerror or error}") from None
-
-
-def _log(runs: Path) -> IO[bytes]:
-    try:
-        return (runs / ".app.log").open("w+b")
-    except OSError:  # a folder that may only be read
-        return tempfile.TemporaryFile()
-
-
-def _await(server: Server, port: int, log: IO[bytes]) -> None:
-    begin = time.monotonic()
-    while not _healthy(port):
-        if server.process is None or server.process.poll() is not None or time.monotonic() - begin > START_S:
-            log.seek(0)
-            raise WorkbenchError(f"the dashboard did not start: {log.read()[-500:].decode(errors='replace')}")
-        time.sleep(0.1)
 
 
 def wait(server: Server) -> None:
@@ -138,13 +135,3 @@ def _healthy(port: int) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return True
-    return False

@@ -25,16 +25,15 @@ from workbench.cli.arguments import (
     Runs,
     Workers,
     app,
+    checked,
     key_values,
     print_result,
 )
-from workbench.errors import UnknownName
 from workbench.places import studies
 
 if TYPE_CHECKING:
     from workbench.console import Task
 
-TASKS = ("text", "repeated", "backcopy")
 SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; default the embedded text."
 StudyFile = Annotated[
     str, typer.Argument(help="A name of `workbench list studies`, or a .toml file.", autocompletion=studies)
@@ -102,12 +101,6 @@ def _models(task: Task) -> Callable[[dict[str, Any]], None]:
     return update
 
 
-def _task(name: str) -> str:
-    if name not in TASKS:
-        raise UnknownName("task", name, TASKS)
-    return name
-
-
 @app.command(name="train")
 def train_command(
     architecture: ArchitectureName,
@@ -116,7 +109,7 @@ def train_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
     text: Texts = None,
     task: Annotated[
-        str, typer.Option(callback=_task, help="text, repeated (random tokens repeated once) or backcopy.")
+        str, typer.Option(callback=checked, help="text, repeated (random tokens repeated once) or backcopy.")
     ] = "text",
     shortest: Annotated[
         int | None, typer.Option(help="Task repeated: draw each period between this and half the length.")
@@ -141,11 +134,19 @@ def train_command(
     options = key_values(option, "option")
 
     from workbench.console import print_json, progress, say
-    from workbench.runs.run import runs_folder
+    from workbench.data.sources import BackcopyData, RepeatedData, open_tokens, prepare
+    from workbench.runs.run import CORPORA, runs_folder
     from workbench.training.loop import train as run_training
 
     folder, vocabulary = runs_folder(runs), vocabulary or sizes.get("d_vocab")
-    data = _data_of(task, text, vocabulary, shortest, bos, default=PRESETS[preset].vocabulary, runs=folder)
+    if task == "repeated":
+        data: Any = RepeatedData(vocabulary or 64, shortest)
+    elif task == "backcopy":
+        data = BackcopyData(vocabulary or 64)
+    elif text and all(path.suffix == ".bin" for path in text):
+        data = open_tokens(text, vocabulary)
+    else:
+        data = prepare(texts=text, vocabulary=vocabulary or PRESETS[preset].vocabulary, bos=bos, root=folder / CORPORA)
     config = ModelConfig.of(preset).replace(**({"d_vocab": data.d_vocab} | sizes))
     run_name = name or f"{architecture}-{preset}-s{seed}"
     with progress(run_name, settings.steps) as bar:
@@ -160,29 +161,6 @@ def train_command(
     for row in losses.itertuples():
         say(f"{row.data}: validation loss {row.value:.4f} nats (se {row.se:.4f}, {row.n} documents)")
     say(f"run: {run.path}")
-
-
-def _data_of(
-    task: str,
-    text: list[Path] | None,
-    vocabulary: int | None,
-    shortest: int | None,
-    bos: str | None,
-    *,
-    default: int,
-    runs: Path,
-) -> Any:
-    """Return the training data: a synthetic task, files of token ids, or text with a new tokenizer."""
-    from workbench.data.sources import BackcopyData, RepeatedData, open_tokens, prepare
-    from workbench.runs.run import CORPORA
-
-    if task == "repeated":
-        return RepeatedData(vocabulary or 64, shortest)
-    if task == "backcopy":
-        return BackcopyData(vocabulary or 64)
-    if text and all(path.suffix == ".bin" for path in text):
-        return open_tokens(text, vocabulary)
-    return prepare(texts=text, vocabulary=vocabulary or default, bos=bos, root=runs / CORPORA)
 
 
 @app.command(name="study")
@@ -280,10 +258,8 @@ def estimate(
     train, options = PRESETS[preset].train.replace(**key_values(recipe, "recipe")), key_values(option, "option")
     with progress("estimating") as task:
         if metric:
-            T = length or train.T
-            frame = measuring_memory(
-                architecture, shape, metric, n=documents, T=T, batch=batch, progress=task, **options
-            )
+            how: dict[str, Any] = {"n": documents, "T": length or train.T, "batch": batch, "progress": task}
+            frame = measuring_memory(architecture, shape, metric, **how, **options)
         else:
             frame = training_memory(architecture, shape, train, **options)
     if as_json:

@@ -1,8 +1,4 @@
-"""Executor over the workers of a dask cluster: `dask://HOST:PORT`, or `dask:///path/to/scheduler.json`.
-
-Every worker must run the same code: the digest of our source and the versions of torch and Python are compared. It must also
-see the folders that the jobs read and write. If a worker dies, another one resumes its job.
-"""
+"""Executor over the workers of a dask cluster that run the same code: `dask://HOST:PORT`, or `dask:///path/to/scheduler.json`."""
 
 from __future__ import annotations
 
@@ -50,15 +46,27 @@ class Unfit(WorkbenchError):
 
 @contextmanager
 def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection]:
-    """Yield an executor, the function to call with each job, and a function that explains a job's error.
-
-    Raises `WorkbenchError` for an address that does not answer and for unsuitable workers.
-    """
+    """Yield an executor, the function to call with each job, and a function that explains a job's error."""
     try:
         import distributed
     except ImportError as error:
         raise WorkbenchError(f"dask:// needs dask.distributed: {install('dask')} ({error})") from error
-    with _silent(), _client(distributed, address) as client, _marked(folders) as marks:
+    scheme, _, place = address.partition("://")
+    if scheme not in SCHEMES or not place:
+        raise UnknownName("cluster", address, [f"{scheme}://HOST:PORT" for scheme in SCHEMES])
+    if place.startswith("/"):  # a scheduler file; dask would wait for it forever
+        place = str(read_json(Path(place)).get("address"))
+    with contextlib.ExitStack() as stack:
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith("distributed")]:
+            log = logging.getLogger(name)  # silent when the scheduler dies: we report the error ourselves
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL + 1)
+        try:
+            client = distributed.Client(place, timeout=ANSWERS_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise WorkbenchError(f"{address} does not answer: {str(error).splitlines()[0]}") from error
+        stack.callback(_close, client)
+        marks = stack.enter_context(_marked(folders))
         asked = environment_facts(marks)
         for worker, answer in client.run(_worker_facts, marks, on_error="return").items():
             _refuse(worker, answer, asked)
@@ -72,6 +80,11 @@ def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection
             raise WorkbenchError(f"{address} is gone; the same command goes on from here once it is back") from error
         finally:
             forget()  # other machines wrote to the mirrors
+
+
+def _close(client: Any) -> None:
+    with contextlib.suppress(OSError, CancelledError):  # the scheduler is gone
+        client.close(timeout=ANSWERS_S)
 
 
 def call(asked: Mapping[str, Any], marks: Sequence[Mark], job: Callable[[], Any]) -> Any:
@@ -153,43 +166,8 @@ def _explained(address: str, error: BaseException | None) -> BaseException | Non
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Silence dask's log when the scheduler dies; we report the error ourselves."""
-    logs = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("distributed")]
-    levels = [log.level for log in logs]
-    try:
-        for log in logs:
-            log.setLevel(logging.CRITICAL + 1)
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
-
-
-@contextmanager
-def _client(distributed: Any, address: str) -> Iterator[Any]:
-    scheme, _, place = address.partition("://")
-    if scheme not in SCHEMES or not place:
-        raise UnknownName("cluster", address, [f"{scheme}://HOST:PORT" for scheme in SCHEMES])
-    if place.startswith("/"):  # a scheduler file; dask would wait for it forever
-        place = str(read_json(Path(place)).get("address"))
-    try:
-        client = distributed.Client(place, timeout=ANSWERS_S, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise WorkbenchError(f"{address} does not answer: {str(error).splitlines()[0]}") from error
-    try:
-        yield client
-    finally:
-        with contextlib.suppress(OSError, CancelledError):  # the scheduler is gone
-            client.close(timeout=ANSWERS_S)
-
-
-@contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[list[Mark]]:
-    """Create a file with a new name in each folder, by which workers recognise it: equal paths may be different folders.
-
-    Read-only folders are recognised by their path, and mirrors by their URL.
-    """
+    """Create a file in each folder by which workers recognise it, as equal paths may differ; a mirror is recognised by its URL."""
     made, marks = list[Path](), list[Mark]()
     try:
         for place in folders:

@@ -28,10 +28,7 @@ def pool(size: int) -> ProcessPoolExecutor:
 
 @contextmanager
 def delayed_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM while processes start, so that the handlers see all processes.
-
-    SIGINT stays blocked in each new process until it has installed its handler, since an import could drop the exception.
-    """
+    """Delay Ctrl-C and SIGTERM while processes start, until each new one has its handler: an import could drop them."""
     received = list[int]()
     main = threading.current_thread() is threading.main_thread()
     handlers = {s: signal.signal(s, lambda s, _: received.append(s)) for s in INTERRUPTS} if main else {}
@@ -50,14 +47,15 @@ def _begin() -> None:
     """Prepare a process for its jobs: record Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
 
-
-def _end_with_parent() -> None:
-    """Exit as soon as the parent is killed, so that a resumed command finds no lock held; all files are complete."""
-    if (parent := multiprocessing.parent_process()) is not None:
+    def end_with_parent() -> None:
+        """Exit as soon as the parent is killed, so that a resumed command finds no lock held; all files are complete."""
         parent.join()
         os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 _stopped = list[str]()

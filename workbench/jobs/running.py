@@ -1,9 +1,4 @@
-"""Run independent jobs through any `concurrent.futures.Executor`; a failed job is reported and the others continue.
-
-run_jobs(jobs, 4, done)                         # processes of this machine
-run_jobs(jobs, "dask://10.0.0.1:8786", done)    # the workers of a cluster
-run_jobs(jobs, executor, done)                  # any other executor
-"""
+"""Run independent jobs through processes, a cluster or any executor; a failed job is reported and the others continue."""
 
 from __future__ import annotations
 
@@ -43,21 +38,42 @@ Result = Callable[[Job, Any], None]
 def run_jobs(
     jobs: Sequence[Job], workers: Workers, done: Done, result: Result | None = None, folders: Sequence[Path] = ()
 ) -> None:
-    """Run jobs on `workers`; call `done` after each job with its error or None.
-
-    `result` is called with a job's return value, before `done`. `folders` are the folders that jobs read and write, which the
-    workers of a cluster must see too.
+    """Run jobs on `workers`; call `result` with each return value, then `done` with the error or None.
 
     A killed process (out of memory) ends its pool, and a cluster's killed worker loses its waiting jobs. These jobs then run
-    one by one, so that the faulty one is identified. Ctrl-C interrupts the running jobs and raises `KeyboardInterrupt`. Raises
-    `WorkbenchError` for a cluster that does not answer, or with unsuitable workers.
+    one by one, so that the faulty one is identified. The workers of a cluster must see the `folders` too.
     """
-    if isinstance(workers, str):
-        _on_cluster(jobs, workers, done, result, folders)
-    elif isinstance(workers, Executor):
+    left = list[Job]()  # jobs whose process or worker died
+    if isinstance(workers, Executor):
         _run(workers, Job.__call__, jobs, done, result)
+    elif isinstance(workers, str):
+        with cluster.connected(workers, folders) as (executor, call, explain):
+
+            def explained(job: Job, error: BaseException | None) -> None:
+                error = explain(error)
+                if isinstance(error, cluster.Died):
+                    left.append(job)
+                else:
+                    done(job, error)
+
+            _run(executor, call, jobs, explained, result)
+            for job in left:
+                _run(executor, call, [job], lambda job, error: done(job, explain(error)), result)
     else:
-        _in_processes(jobs, workers or processes.default_processes(), done, result)
+
+        def sorted_out(job: Job, error: BaseException | None) -> None:
+            if isinstance(error, BrokenProcessPool):
+                left.append(job)
+            else:
+                done(job, error)
+
+        size = workers or processes.default_processes()
+        with processes.one_thread():
+            with processes.pool(size) as pool:
+                _run(pool, processes.interruptible, jobs, sorted_out, result)
+            if left:
+                with ThreadPoolExecutor(size) as threads:
+                    _run(threads, processes.in_new_process, left, done, result)
 
 
 def results(
@@ -75,38 +91,6 @@ def results(
     if failed:
         raise failed[0]
     return [returned[job.name] for job in jobs]
-
-
-def _in_processes(jobs: Sequence[Job], size: int, done: Done, result: Result | None) -> None:
-    left = list[Job]()
-
-    def sorted_out(job: Job, error: BaseException | None) -> None:
-        if isinstance(error, BrokenProcessPool):
-            left.append(job)
-        else:
-            done(job, error)
-
-    with processes.one_thread():
-        with processes.pool(size) as pool:
-            _run(pool, processes.interruptible, jobs, sorted_out, result)
-        if left:
-            with ThreadPoolExecutor(size) as threads:
-                _run(threads, processes.in_new_process, left, done, result)
-
-
-def _on_cluster(jobs: Sequence[Job], address: str, done: Done, result: Result | None, folders: Sequence[Path]) -> None:
-    left = list[Job]()
-    with cluster.connected(address, folders) as (executor, call, explain):
-
-        def sorted_out(job: Job, error: BaseException | None) -> None:
-            if isinstance(explained := explain(error), cluster.Died):
-                left.append(job)
-            else:
-                done(job, explained)
-
-        _run(executor, call, jobs, sorted_out, result)
-        for job in left:
-            _run(executor, call, [job], lambda job, error: done(job, explain(error)), result)
 
 
 def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:

@@ -1,9 +1,4 @@
-"""Estimate of a measurement's memory, before it runs.
-
-The measurement runs on a few documents of random tokens while its storages are counted, and the counts are extrapolated
-linearly, since a metric may depend on the numbers. This also shows the memory of the process besides its tensors. Kernels of
-other devices than the CPU differ by a few per cent of the activations.
-"""
+"""Estimate of a measurement's memory: run on a few documents, its storages are counted and extrapolated linearly."""
 
 from __future__ import annotations
 
@@ -61,20 +56,12 @@ class _Random:
 
 
 def measuring_memory(
-    architecture: str,
-    model: ModelConfig,
-    metrics: str | Sequence[str],
-    *,
-    n: int = 64,
-    T: int = 128,
-    batch: int = 8,
-    progress: Progress | None = None,
-    **options: Any,
-) -> pd.DataFrame:
+    architecture: str, model: ModelConfig, metrics: str | Sequence[str], *, n: int = 64, T: int = 128, batch: int = 8,
+    progress: Progress | None = None, **options: Any,
+) -> pd.DataFrame:  # fmt: skip
     """Return the peak memory of `measure` for n documents of T tokens, `batch` at a time; see `training_memory`.
 
-    Runs the metrics on four documents, or on about twenty for metrics with sums in groups of documents. Memory besides tensors
-    is complete only in a process that has not measured before, as on the command line.
+    Memory besides tensors is complete only in a process that has not measured before, as on the command line.
     """
     if min(n, batch) < 1 or T < 2 or model.n_ctx < T:
         raise BadData(f"n={n}, batch={batch}, T={T}: at least one document of 2 to n_ctx={model.n_ctx} tokens")
@@ -88,12 +75,18 @@ def measuring_memory(
             progress(len(peaks), 3, f"{documents} documents, {at_once} at a time")
         built = build(architecture, model, **options)  # a new model, since a model is not measured twice
         weights = sum(p.numel() * p.element_size() for p in built.parameters())
-        live = _trial(built, metrics, documents, at_once, T)
+        data = _Random(built.config.d_vocab)
+        ids = data.batch(0, documents, T, documents + at_once)
+        with _Resident(built.parameters()) as live:
+            measure(built, metrics, Sample(ids, range(documents), "random", "tokens", data), batch=at_once)
         peaks.append(live.peak - weights)
         beside = max(beside, live.max_rss - start - live.peak)
         parameters = sum(p.numel() for p in built.parameters())
         del built, live
-        _free()  # before the next trial
+        gc.collect()  # reference cycles such as models; freed memory goes back to the system if the C library can do that
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        if trim is not None:
+            trim(0)
     passing, statistics = on_a_line(peaks, groups, n)
     rows = [
         ("weights", weights, f"{parameters:,} parameters of 4 bytes"),
@@ -105,27 +98,7 @@ def measuring_memory(
 
 
 def on_a_line(peaks: Sequence[int], groups: int, n: int) -> tuple[int, int]:
-    """Return the bytes of one document's forward pass, and the bytes stored for `n` documents.
-
-    `peaks` belong to `groups` documents one at a time, to twice as many, and to twice as many two at a time.
-    """
+    """Return the bytes of one document's pass and those stored for `n`, from `peaks` of `groups`, twice as many, and two at a time."""
     one, more, two = peaks
     stored, passing = max(more - one, 0) / groups, max(two - more, 0)
     return passing, round(max(one - passing - stored * groups, 0) + stored * n)
-
-
-def _trial(model: Any, metrics: str | Sequence[str], documents: int, batch: int, T: int) -> _Resident:
-    """Measure random tokens and count the bytes."""
-    data = _Random(model.config.d_vocab)
-    sample = Sample(data.batch(0, documents, T, documents + batch), range(documents), "random", "tokens", data)
-    with _Resident(model.parameters()) as live:
-        measure(model, metrics, sample, batch=batch)
-    return live
-
-
-def _free() -> None:
-    """Collect reference cycles such as models, and return freed memory to the system if the C library can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -31,8 +31,7 @@ _memory: dict[tuple[str, str, str], pd.DataFrame] = {}
 """Records of models in memory by (weights, data, key); the oldest are removed first."""
 MAX_REMEMBERED = 256
 FILES = (".txt", ".md", ".py", ".parquet", ".json", ".jsonl", ".bin")
-SHORT = 6
-"""Characters of a content hash in names of data and of models in memory."""
+SHORT = 6  # characters of a content hash in names of data and of models in memory
 Tables = tuple[pd.DataFrame, pd.DataFrame]  # records, and one value per document
 
 
@@ -44,10 +43,8 @@ class Subject:
     step: int = 0
     device: str | None = None
     in_hand: Transformer | None = None
-    only_here: OnlyHere | None = None
-    """Error of a failed upload, raised after everything is measured."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Reasons of measurements without numbers, by name."""
+    only_here: OnlyHere | None = None  # error of a failed upload, raised after everything is measured
+    absent: dict[str, str] = field(default_factory=dict)  # reasons of measurements without numbers, by name
 
     @cached_property
     def model(self) -> Transformer:

@@ -7,10 +7,11 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 no models.
 """
 
-from workbench.plots.beside import beside
-from workbench.plots.compare import compared, difference, layer_differences, timelapse_figure
+from workbench.plots.attention import attention_map_figure, attention_pair, next_tokens_figure
+from workbench.plots.compare import beside, compared, difference, layer_differences, timelapse_figure
 from workbench.plots.experiments import (
     ablation,
+    against_loss_figure,
     concentration_figure,
     formation_table,
     intervals,
@@ -19,13 +20,10 @@ from workbench.plots.experiments import (
     verdicts_figure,
 )
 from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
-from workbench.plots.forms import SPREADS
 from workbench.plots.grids import Grid, grid_table, grids, unique
-from workbench.plots.losses import against_loss_figure
-from workbench.plots.output import CONFIG, alt_text, paper, paper_page, table
-from workbench.plots.page import html
+from workbench.plots.page import CONFIG, alt_text, html, paper, paper_page, table
 from workbench.plots.published import budget_figure, coefficients_by_layer
-from workbench.plots.records import FORMS, form_of, plot
+from workbench.plots.records import FORMS, SPREADS, form_of, plot
 from workbench.plots.style import (
     DETAIL,
     GREY,
@@ -41,7 +39,6 @@ from workbench.plots.style import (
     symbol,
     untitled,
 )
-from workbench.plots.tokens import attention_map_figure, attention_pair, next_tokens_figure
 from workbench.plots.training import coefficients_figure, gradient_map, pace_figure, relative_to_baseline
 
 __all__ = [

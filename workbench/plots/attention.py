@@ -1,9 +1,10 @@
-"""Figures of one prompt's attention: small pictures of all heads, received attention, one query's row, numbers per head."""
+"""Figures of one prompt: attention of all heads or of one, received attention, one query's row, numbers per head, next tokens."""
 
 from __future__ import annotations
 
 import html as markup
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,9 +12,22 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from workbench.plots.grids import MAX_TICKS, safe, unique
-from workbench.plots.style import DIVERGING, GREY, MINUS, SEQUENTIAL, colour, dressed, label
+from workbench.errors import WorkbenchError
+from workbench.plots.grids import every, safe, unique
+from workbench.plots.style import (
+    BARS,
+    DIVERGING,
+    GREY,
+    MINUS,
+    SEQUENTIAL,
+    at_least,
+    colour,
+    colour_axis,
+    dressed,
+    label,
+)
 
+MAP = 330  # pixels that a map beside another needs
 GAP = 0.06
 """Between two pictures, as a share of one."""
 FLOOR = 1e-3
@@ -24,9 +38,9 @@ def tiles(
     parts: Sequence[tuple[str, np.ndarray]], top: float, title: str = "Attention of all heads", *,
     root: bool = False, minus: bool = True
 ) -> go.Figure:  # fmt: skip
-    """Small attention maps [layer, head, query, key] of one model, or of two on one scale with A - B.
+    """Small attention maps [layer, head, query, key] of one model, or of two with A - B (`minus`).
 
-    `top`: value of the brightest colour; `root`: colour by the square root; `minus`: draw A - B.
+    `top` is the value of the brightest colour; `root`: colour by the square root.
     """
     shown = list(parts)
     if len(parts) == 2 and minus:
@@ -35,29 +49,31 @@ def tiles(
         1, len(shown), subplot_titles=[markup.escape(name) for name, _ in shown] if len(shown) > 1 else None,
         horizontal_spacing=0.06,
     )  # fmt: skip
-    for i, (name, found) in enumerate(shown):
-        L, H = found.shape[:2]
-        z, y, x = _montage(found)
+    for i, (name, maps) in enumerate(shown):
+        L, H, rows, columns = maps.shape
+        room = np.full(
+            (L, H, rows + 1, columns + 1), np.nan, dtype=np.float32
+        )  # all pictures with gaps, layers upwards
+        room[:, :, :rows, :columns] = maps
         figure.add_heatmap(
-            z=z, x=x, y=y, name=name, coloraxis="coloraxis2" if i == 2 else "coloraxis", hoverongaps=False,
+            z=room[:, :, ::-1].transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1)), x=_places(H, columns),
+            y=L - 1 - _places(L, rows)[::-1], name=name, coloraxis="coloraxis2" if i == 2 else "coloraxis", hoverongaps=False,
             hovertemplate=f"layer and head: %{{y:.1f}}, %{{x:.1f}}<br>%{{z:.3f}}<extra>{markup.escape(name)}</extra>",
             row=1, col=i + 1,
         )  # fmt: skip
-        every = max(1, -(-max(L, H) // MAX_TICKS))
-        for update, count, says in (
-            (figure.update_xaxes, H, "head"),
-            (figure.update_yaxes, L, "layer" if not i else ""),
-        ):
-            named = list(range(0, count, every))
-            update(title_text=says, tickvals=named, ticktext=[str(n) for n in named], showgrid=False, zeroline=False,
+        for update, count, axis in (
+            (figure.update_xaxes, H, "head"), (figure.update_yaxes, L, "layer" if not i else ""),
+        ):  # fmt: skip
+            ticks = list(range(0, count, every(max(L, H))))
+            update(title_text=axis, tickvals=ticks, ticktext=[str(n) for n in ticks], showgrid=False, zeroline=False,
                    row=1, col=i + 1)  # fmt: skip
     L, H, rows, _ = max((f for _, f in parts), key=lambda f: f.shape[0]).shape
     under = f"each picture: queries downwards, keys to the right, in at most {rows} steps; brighter: more attention goes there"
     figure = dressed(figure, title, under, int(min(900, max(240, 760 / len(shown) * L / H))))
-    figure.update_layout(coloraxis=_bar(SEQUENTIAL, 0.0, top, "attention", 1.01))
+    figure.update_layout(coloraxis=colour_axis(SEQUENTIAL, 0.0, top, "attention"))
     if len(shown) == 3:
         limit = float(np.nanmax(np.abs(shown[2][1]))) or 1.0
-        figure.update_layout(coloraxis2=_bar(DIVERGING, -limit, limit, MINUS, 1.13))
+        figure.update_layout(coloraxis2=colour_axis(DIVERGING, -limit, limit, MINUS, x=1.13))
     return lifted(figure) if root else figure
 
 
@@ -72,93 +88,68 @@ def lifted(figure: go.Figure) -> go.Figure:
     return figure
 
 
-def _montage(found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pictures as one map with blank gaps, layers upwards, and the places of its rows and columns in layers and heads."""
-    L, H, rows, columns = found.shape
-    room = np.full((L, H, rows + 1, columns + 1), np.nan, dtype=np.float32)
-    room[:, :, :rows, :columns] = found
-    z = room[:, :, ::-1].transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1))
-    return z, L - 1 - _places(L, rows)[::-1], _places(H, columns)
-
-
 def _places(count: int, cells: int) -> np.ndarray:
     """Centres of the cells; picture n spans n - 1/2 to n + 1/2 and ends with the gap."""
     inside = (np.arange(cells) + 0.5) / cells * (1 - GAP) - 0.5
     return (np.arange(count)[:, None] + np.append(inside, 0.5 - GAP / 2)).ravel()
 
 
-def _bar(scale: str, low: float, high: float, says: str, x: float) -> dict[str, object]:
-    bar = {"title": {"text": says}, "thickness": 12, "x": x}
-    return {"colorscale": scale, "cmin": low, "cmax": high, "colorbar": bar}
-
-
 def received_figure(
     lines: Sequence[tuple[str, Sequence[str], np.ndarray, np.ndarray]], under: str, *, minus: bool = True
 ) -> go.Figure:
-    """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis.
+    """Attention received by each key, (series, key names, received, the same if spread evenly), on a logarithmic axis."""
 
-    Two models get a second panel, A - B, with its own axis.
-    """
-    both = minus and len(lines) == 2 and list(lines[0][1]) == list(lines[1][1])
-    figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
-    for (series, names, values, _), dash in zip(lines, ("solid", "dash"), strict=False):
-        x = unique([safe(n) for n in names])
-        _line(figure, 1, x, np.maximum(values, FLOOR), label(series), colour(series), dash)
-    names, evenly = lines[0][1], lines[0][3]
-    _line(figure, 1, unique([safe(n) for n in names]), evenly, "uniform attention", GREY, "dot")
-    if both:
-        x = unique([safe(n) for n in names])
-        _line(figure, 2, x, lines[0][2] - lines[1][2], MINUS, colour(MINUS))
-        figure.update_yaxes(title_text=MINUS, row=2, col=1)
-    every = max(1, -(-len(names) // MAX_TICKS))
-    figure.update_xaxes(tickvals=unique([safe(n) for n in names])[::every], type="category", tickangle=-90)
+    def draw(figure: go.Figure, row: int, x: Sequence[str], y: np.ndarray, name: str, paint: str, i: int) -> None:
+        line = {"color": paint, "dash": ("solid", "dash", "dot")[i], "shape": "hvh"}
+        y = np.asarray(np.maximum(y, FLOOR) if name != MINUS and i < 2 else y, dtype=float)
+        figure.add_scatter(x=x, y=y, name=name, mode="lines", line=line, row=row, col=1)
+
+    even = [("uniform attention", GREY, lines[0][3])]
+    figure = _over_keys([line[:3] for line in lines], draw, minus, even)
     figure.update_yaxes(title_text="queries per key", type="log", row=1, col=1)
-    figure.update_xaxes(title_text="key token", row=2 if both else 1, col=1)
     caption = (
         f"in queries that attend to nothing else; higher: a token that many queries attend to; drawn from {FLOOR:g}"
     )
-    return dressed(figure, "Received attention", f"{under}; {caption}", 440 if both else 300)
-
-
-def _line(
-    figure: go.Figure, row: int, x: Sequence[str], y: np.ndarray, name: str, paint: str, dash: str = "solid"
-) -> None:
-    figure.add_scatter(
-        x=x, y=np.asarray(y, dtype=float), name=name, mode="lines", line={"color": paint, "dash": dash, "shape": "hvh"},
-        row=row, col=1,
-    )  # fmt: skip
+    return dressed(figure, "Received attention", f"{under}; {caption}", 440 if "yaxis2" in figure.layout else 300)
 
 
 def row(bars: Sequence[tuple[str, Sequence[str], np.ndarray]], under: str, *, minus: bool = True) -> go.Figure:
     """Attention of one query, (series, key names, weights); two models share a scale, with A - B below."""
-    both = minus and len(bars) == 2 and list(bars[0][1]) == list(bars[1][1])
-    figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
-    for series, names, weights in bars:
-        _bars(figure, 1, names, weights, label(series), colour(series))
-    if both:
-        _bars(figure, 2, bars[0][1], bars[0][2] - bars[1][2], MINUS, colour(MINUS))
-        figure.update_yaxes(title_text=MINUS, row=2, col=1)
-    names = unique([safe(n) for n in bars[0][1]])
-    every = max(1, -(-len(names) // MAX_TICKS))
-    figure.update_xaxes(tickvals=names[::every], type="category", tickangle=-90)
-    figure.update_xaxes(title_text="key token", row=2 if both else 1, col=1)
+
+    def draw(figure: go.Figure, row: int, x: Sequence[str], y: np.ndarray, name: str, paint: str, _: int) -> None:
+        seen = np.isfinite(y)
+        bar_y = np.asarray(y, dtype=float)[seen]
+        figure.add_bar(x=np.array(x, dtype=object)[seen], y=bar_y, name=name, marker_color=paint, row=row, col=1)
+
+    figure = _over_keys(bars, draw, minus)
     figure.update_yaxes(title_text="attention", rangemode="tozero", row=1, col=1)
-    return dressed(figure, "Attention of one query", safe(under), 440 if both else 300)
+    return dressed(figure, "Attention of one query", safe(under), 440 if "yaxis2" in figure.layout else 300)
 
 
-def _bars(figure: go.Figure, at: int, names: Sequence[str], values: np.ndarray, name: str, paint: str) -> None:
-    seen = np.isfinite(values)
-    x = np.array(unique([safe(n) for n in names]), dtype=object)[seen]
-    figure.add_bar(x=x, y=np.asarray(values, dtype=float)[seen], name=name, marker_color=paint, row=at, col=1)
+def _over_keys(
+    parts: Sequence[tuple[str, Sequence[str], np.ndarray]], draw: Callable[..., None], minus: bool,
+    even: Sequence[tuple[str, str, np.ndarray]] = (),
+) -> go.Figure:  # fmt: skip
+    """Draw numbers by key, and A - B in a second panel if two models have the same keys."""
+    both = minus and len(parts) == 2 and list(parts[0][1]) == list(parts[1][1])
+    figure = make_subplots(2 if both else 1, 1, shared_xaxes=True, vertical_spacing=0.08)
+    for i, (series, names, values) in enumerate(parts):
+        draw(figure, 1, unique([safe(n) for n in names]), values, label(series), colour(series), i)
+    keys = unique([safe(n) for n in parts[0][1]])
+    for name, paint, values in even:
+        draw(figure, 1, keys, values, name, paint, 2)
+    if both:
+        draw(figure, 2, keys, parts[0][2] - parts[1][2], MINUS, colour(MINUS), 0)
+        figure.update_yaxes(title_text=MINUS, row=2, col=1)
+    figure.update_xaxes(tickvals=keys[:: every(len(keys))], type="category", tickangle=-90)
+    figure.update_xaxes(title_text="key token", row=2 if both else 1, col=1)
+    return figure
 
 
 def per_head(
     parts: Sequence[tuple[str, pd.DataFrame, Mapping[str, float]]], names: Mapping[str, str], under: str
 ) -> go.Figure:
-    """A dot for each head over layers, one panel a statistic; (series, a row for each head, the same if spread evenly).
-
-    Two models get a second row of panels, A - B by head.
-    """
+    """A dot for each head over layers, one panel a statistic; (series, a row for each head, the same if spread evenly)."""
     both = len(parts) == 2
     figure = make_subplots(
         2 if both else 1, len(names), subplot_titles=list(names.values()), horizontal_spacing=0.06,
@@ -193,3 +184,67 @@ def _dots(
         legendgroup=name, text=[f"layer {n}, head {h}" for n, h in zip(frame["layer"], frame["head"], strict=True)],
         hovertemplate="%{text}<br>%{y:.4g}<extra></extra>", row=at, col=column,
     )  # fmt: skip
+
+
+def attention_map_figure(pattern: Any, tokens: Sequence[str], title: str = "Attention", under: str = "") -> go.Figure:
+    """Draw attention [query, key] of one head on a scale from 0 to 1: queries downwards, keys to the right, the future blank."""
+    return attention_pair([(title, pattern, tokens)], title, under)
+
+
+def attention_pair(
+    maps: Sequence[tuple[str, Any, Sequence[str]]], title: str = "Attention", under: str = ""
+) -> go.Figure:
+    """Draw attention maps (name, pattern, tokens) side by side on one scale from 0 to 1."""
+    titles = [m[0] for m in maps] if len(maps) > 1 else None
+    figure = make_subplots(1, len(maps), subplot_titles=titles, horizontal_spacing=0.12)
+    for i, (name, pattern, tokens) in enumerate(maps):
+        z = np.array(pattern, dtype="float32")
+        if z.ndim != 2 or z.shape != (len(tokens), len(tokens)):
+            raise WorkbenchError(f"a pattern of shape {z.shape} does not fit {len(tokens)} tokens")
+        z[np.triu_indices(len(z), 1)] = np.nan
+        names = [f"{i}:{safe(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(tokens)]
+        hover = "query %{y}<br>key %{x}<br>weight %{z:.3f}<extra></extra>"
+        figure.add_heatmap(z=z, x=names, y=names, coloraxis="coloraxis", hovertemplate=hover, hoverongaps=False, name=name,
+                           row=1, col=i + 1)  # fmt: skip
+        ticks = {
+            "tickvals": names[:: every(len(names))],
+            "tickfont": {"size": 10},
+            "type": "category",
+            "showgrid": False,
+        }
+        figure.update_xaxes(title_text="key token", tickangle=-90, constrain="domain", **ticks, row=1, col=i + 1)
+        across = {"scaleanchor": f"x{i + 1}" if i else "x", "constrain": "domain"}
+        query = "query token" if i == 0 else ""
+        figure.update_yaxes(title_text=query, autorange="reversed", **ticks, **across, row=1, col=i + 1)
+    bar = {"title": {"text": "attention"}, "thickness": 14}
+    scale = {"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar}
+    figure = dressed(figure, title, under, 430).update_layout(coloraxis=scale)
+    return at_least(figure, MAP * len(maps)) if len(maps) > 1 else figure
+
+
+def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
+    """Draw the most probable next tokens of (name, architecture, tokens, probabilities) side by side; A - B has its scale."""
+    alike = all(list(f[2]) == list(parts[0][2]) for f in parts)
+    largest = max(max(f[3]) for f in parts if f[0] != MINUS)
+    figure = make_subplots(
+        1, len(parts), subplot_titles=[markup.escape(f[0]) for f in parts], horizontal_spacing=0.06 if alike else 0.2
+    )
+    for i, (name, architecture, tokens, chances) in enumerate(parts):
+        ticks = [f"{safe(t)}  " for t in tokens]
+        figure.add_bar(
+            x=list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
+            name=markup.escape(name), showlegend=False,
+            text=[f"{c:+.1%}" if name == MINUS else f"{c:.1%}" for c in chances], textposition="outside",
+            cliponaxis=False, row=1, col=i + 1,
+        )  # fmt: skip
+        figure.update_yaxes(
+            tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", showticklabels=not (alike and i),
+            row=1, col=i + 1,
+        )  # fmt: skip
+        if name == MINUS:
+            reach = 1.5 * max(max(map(abs, chances)), 1e-3)
+            figure.update_xaxes(title_text=f"probability, {MINUS}", range=[-reach, reach], row=1, col=i + 1)
+        else:
+            figure.update_xaxes(title_text="probability", range=[0, 1.15 * largest], row=1, col=i + 1)
+    under = "the most probable tokens after the last one; higher: more certain"
+    return at_least(dressed(figure, "Next token", under, 280), BARS * len(parts) if len(parts) > 1 else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import os
 import re
 import shutil
@@ -36,54 +37,40 @@ def find_browser() -> str | None:
     """Return the path of a browser: `$WORKBENCH_BROWSER`, one on the path, in the usual places, or Playwright's."""
     if given := variable(BROWSER):
         return given if Path(given).exists() else None
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    found = found or next((place for place in PLACES if Path(place).exists()), None)
-    if found is None:
-        root = Path(variable(PLAYWRIGHT) or Path.home() / ".cache/ms-playwright")
-        found = next(
-            (str(p) for p in sorted(root.glob("chromium*/chrome-*/*")) if p.name in ("chrome", "headless_shell")), None
-        )
-    return found
+    root = Path(variable(PLAYWRIGHT) or Path.home() / ".cache/ms-playwright")
+    candidates = itertools.chain(
+        (path for name in NAMES if (path := shutil.which(name))),
+        (place for place in PLACES if Path(place).exists()),
+        (str(p) for p in sorted(root.glob("chromium*/chrome-*/*")) if p.name in ("chrome", "headless_shell")),
+    )  # fmt: skip
+    return next(candidates, None)
 
 
 def screenshot(page: Path, out: Path, *, width: int, height: int) -> Path:
-    """Draw an HTML file as a PNG of width x height CSS pixels, at twice the resolution; returns `out`.
-
-    Raises `WorkbenchError` where no browser is found or the one found cannot draw.
-    """
+    """Draw an HTML file as a PNG of width x height CSS pixels, at twice the resolution; returns `out`."""
     browser = _found()
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         drawn = Path(folder) / "page.png"
-        process = _run(
-            browser, folder, page, "--force-device-scale-factor=2", f"--window-size={width},{height}",
-            f"--screenshot={drawn}",
-        )  # fmt: skip
+        size = f"--window-size={width},{height}"
+        process = _run(browser, folder, page, "--force-device-scale-factor=2", size, f"--screenshot={drawn}")
         if not drawn.exists():
-            raise WorkbenchError(
-                f"{browser} did not draw the page (exit {process.returncode}): {process.stderr.strip()[-300:]}"
-            )
+            raise _refusal(process, "page")
         shutil.copyfile(drawn, part)
     return out
 
 
 def save_figure(page: str, out: Path, *, width: int, height: int) -> Path:
-    """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
-
-    Plotly draws it, so the picture is complete on a busy machine too. Raises `WorkbenchError` if there is no browser or it
-    cannot draw.
-    """
+    """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`."""
     browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         inside = Path(folder) / "page.html"
         script = f"<script>{_TO_IMAGE % (kind, width, height, SCALES[kind])}</script></body>"
         inside.write_text(page.replace("</body>", script), encoding="utf-8")
         process = _run(browser, folder, inside, "--dump-dom")
-        found = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)
-        if found is None:
-            raise WorkbenchError(
-                f"{browser} did not draw the figure (exit {process.returncode}): {process.stderr.strip()[-300:]}"
-            )
-        data = html.unescape(found[1])
+        image = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)
+        if image is None:
+            raise _refusal(process, "figure")
+        data = html.unescape(image[1])
         part.write_bytes(base64.b64decode(data) if kind == "png" else urllib.parse.unquote(data).encode())
     return out
 
@@ -97,12 +84,15 @@ addEventListener('load', () =>
 
 
 def _found() -> str:
-    browser = find_browser()
-    if browser is None:
-        raise WorkbenchError(
-            "no Chrome, Chromium or Edge found to draw with; set WORKBENCH_BROWSER to one, or open the page"
-        )
+    if (browser := find_browser()) is None:
+        cure = "set WORKBENCH_BROWSER to one, or open the page"
+        raise WorkbenchError(f"no Chrome, Chromium or Edge found to draw with; {cure}")
     return browser
+
+
+def _refusal(process: subprocess.CompletedProcess[str], what: str) -> WorkbenchError:
+    cause = process.stderr.strip()[-300:]
+    return WorkbenchError(f"{process.args[0]} did not draw the {what} (exit {process.returncode}): {cause}")
 
 
 def _run(browser: str, folder: str, page: Path, *flags: str) -> subprocess.CompletedProcess[str]:

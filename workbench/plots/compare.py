@@ -1,4 +1,4 @@
-"""Comparisons A, B and A - B, with the difference on its own scale, and animations over steps."""
+"""Comparisons A, B and A - B in panels or columns, with the difference on its own scale, and animations over steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.forms import whole_ticks
-from workbench.plots.records import checked, form_of, name_sorted_heads, plot, sorted_heads
+from workbench.plots.records import checked, form_of, name_sorted_heads, plot, sorted_heads, whole_ticks
 from workbench.plots.style import (
     DIVERGING,
     GREY,
     MINUS,
+    PANEL,
+    at_least,
     axis_title,
     colour,
     dressed,
@@ -24,9 +26,11 @@ from workbench.plots.style import (
     ordered,
     symbol,
     values_by_axis,
+    wrapped,
 )
 
 AXES = ("metric", "data", "T", "site", "part", "layer", "source", "head", "position", "index", "variant", "unit")
+KEPT = ("type", "dtick", "rangemode", "tickvals", "ticktext")  # of an axis beside another, with its title
 
 DODGE = 0.1  # layers between the marks of two models
 
@@ -34,11 +38,7 @@ DODGE = 0.1  # layers between the marks of two models
 def difference(
     a: pd.DataFrame, b: pd.DataFrame, more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = ()
 ) -> pd.DataFrame:
-    """Return records of A - B for all axes that both have, without controls and random init.
-
-    `more_seeds`: pairs of the same two models with other seeds. The standard error assumes independent means, so it is too
-    wide if both saw the same documents.
-    """
+    """Return records of A - B for all axes that both have; the standard error is that of independent means."""
     differences = []
     for i, pair in enumerate([(a, b), *more_seeds]):
         last = []
@@ -63,10 +63,7 @@ def subtracted(a: pd.DataFrame, b: pd.DataFrame, keys: Sequence[str], reading: s
 def compared(
     parts: Sequence[pd.DataFrame], more_seeds: Sequence[tuple[pd.DataFrame, pd.DataFrame]] = (), **options: Any
 ) -> go.Figure:
-    """Plot records of one subject, or of two and their difference in another panel; takes the options of `plot`.
-
-    `more_seeds`: see `difference`. Heads of different runs are sorted by value first. Raises `WorkbenchError` without records.
-    """
+    """Plot records of one subject, or of two and their difference in another panel; takes the options of `plot`."""
     full = [p for p in parts if len(p)]
     if len(full) < 2:
         return plot(pd.concat(full) if full else parts[0], **options)
@@ -115,11 +112,60 @@ def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[s
     return dressed(figure, title, under, 330)
 
 
-def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
-    """Animate figures of one kind: a slider over their labels, play and stop buttons, fixed scales.
+def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = "") -> go.Figure:
+    """Figures (name, figure) in columns, their panels one below the other; panels of a row share their y scale.
 
-    Raises `WorkbenchError` for no figures.
+    The column `A − B` has its own scales. The subtitle is the first figure's unless given.
     """
+    axes_of = [sorted({t.yaxis or "y" for t in f.data}, key=lambda axis: int(axis[1:] or 1)) for _, f in figures]
+    count = max(map(len, axes_of))
+    panel_titles = [[str(a.text) for a in f.layout.annotations if a.xref == a.yref == "paper"] for _, f in figures]
+    named = (max(panel_titles, key=len) + [""] * count)[:count] if count > 1 else [""]
+    titles = [name for name, _ in figures]
+    made = make_subplots(
+        count, len(figures), subplot_titles=titles, horizontal_spacing=0.24 / len(figures), vertical_spacing=0.3 / count
+    )
+    for column, ((name, figure), axes) in enumerate(zip(figures, axes_of, strict=True), 1):
+        known = {str(t.name) for t in made.data}
+        for trace in figure.data:
+            row = axes.index(trace.yaxis or "y") + 1
+            legend = bool(trace.showlegend is not False and str(trace.name) not in known)
+            made.add_trace(
+                trace.update(xaxis=None, yaxis=None, legendgroup=str(trace.name), showlegend=legend), row, column
+            )
+        for row, axis in enumerate(axes, 1):
+            for kind, update in (("x", made.update_xaxes), ("y", made.update_yaxes)):
+                old = figure.layout[f"{kind}axis{axis[1:]}"]
+                options = {key: old[key] for key in KEPT if old[key] is not None}
+                if kind == "x" or column == 1:
+                    options["title_text"] = old.title.text
+                update(**options, row=row, col=column)
+            if name != MINUS and column > 1:
+                left = next(made.select_yaxes(row=row, col=1))
+                made.update_yaxes(matches=left.plotly_name.replace("axis", ""), row=row, col=column)
+            if column == 1 and named[row - 1]:
+                units = (next(made.select_yaxes(row=r, col=1)).title.text for r in (row, 1))
+                unit = next((unit for unit in units if unit), "").rpartition("</b><br>")[2]
+                title_text = "<br>".join(t for t in (f"<b>{named[row - 1]}</b>", unit) if t)
+                made.update_yaxes(title_text=title_text, row=row, col=1)
+        for shape in figure.layout.shapes if name != MINUS else ():  # horizontal lines across a panel
+            if shape.type == "line" and shape.yref in axes:
+                made.add_hline(y=shape.y0, line=shape.line, row=axes.index(shape.yref) + 1, col=column)
+    for row in range(1, count):
+        made.update_xaxes(title_text="", row=row)  # the lowest one says it
+    made.update_layout(barmode=figures[0][1].layout.barmode)
+    height = max(220, int(figures[0][1].layout.height - figures[0][1].layout.margin.t)) if count == 1 else 230 * count
+    under = under or str(figures[0][1].layout.title.subtitle.text or "")
+    shown = [trace for name, figure in figures if name == MINUS for trace in figure.data]
+    if any(t.error_y.array is not None or (t.type == "scatter" and t.fill == "toself") for t in shown):
+        under = wrapped(f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error of independent means", 125)
+    made = dressed(made, title, under, height)
+    made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
+    return at_least(made, PANEL * len(figures)) if len(figures) > 1 else made
+
+
+def timelapse_figure(figures: Sequence[tuple[str, go.Figure]]) -> go.Figure:
+    """Animate figures of one kind: a slider over their labels, play and stop buttons, fixed scales."""
     if not figures:
         raise WorkbenchError("no checkpoints to play over")
     most = max(len(f.data) for _, f in figures)
@@ -174,12 +220,12 @@ def _hold(base: go.Figure, figures: Sequence[go.Figure]) -> None:
             room = 0.05 * (float(finite.max() - finite.min()) or 1.0)
             axis.range = [float(finite.min()) - room, float(finite.max()) + room]
     for name in [k for k in base.layout if k.startswith("coloraxis")]:
-        found = [f.layout[name] for f in figures if name in f.layout and f.layout[name].cmin is not None]
-        if not found:
+        scales = [f.layout[name] for f in figures if name in f.layout and f.layout[name].cmin is not None]
+        if not scales:
             continue
-        low, high = min(c.cmin for c in found), max(c.cmax for c in found)
+        low, high = min(c.cmin for c in scales), max(c.cmax for c in scales)
         both = go.layout.Coloraxis(colorscale=DIVERGING).colorscale
-        signed = next((c for c in found if c.colorscale == both), None)
+        signed = next((c for c in scales if c.colorscale == both), None)
         if signed is not None:  # white stays where it is, at zero or a baseline, in the frames of one side too
             white = (signed.cmin + signed.cmax) / 2
             reach = max(white - low, high - white)

@@ -1,4 +1,4 @@
-"""Figures of the demo's experiments, of one model's X-ray, and of verdicts on claims."""
+"""Figures of the demo's experiments, of one model's X-ray, of verdicts on claims, and of measures against the loss."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.forms import Legend, lines, whole_ticks
-from workbench.plots.records import checked
+from workbench.plots.records import Legend, checked, lines, whole_ticks
 from workbench.plots.style import (
     GREY,
     MINUS,
@@ -41,11 +40,8 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
     half = float(start.mean()) / 2
-    figure.add_hline(
-        y=half,
-        line={"color": GREY, "dash": "dot"},
-        annotation={"text": "half of the loss at the start", "xanchor": "right", "x": 1, "yanchor": "bottom"},
-    )
+    note = {"text": "half of the loss at the start", "xanchor": "right", "x": 1, "yanchor": "bottom"}
+    figure.add_hline(y=half, line={"color": GREY, "dash": "dot"}, annotation=note)
     steps = formation_steps(frame).dropna(subset="formation_step")
     for architecture in ordered(steps["architecture"]):
         mine = steps[steps["architecture"] == architecture]
@@ -58,12 +54,9 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.update_xaxes(title_text="training step", type="log" if log_x else "linear")
     figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
-        rows,
-        "sequences of random tokens, written twice",
-        *sorted(legend.bands),
-        f"each point the mean of {width} steps" if width > 1 else "",
-        "diamond: a seed crosses the line",
-    )
+        rows, "sequences of random tokens, written twice", *sorted(legend.bands),
+        f"each point the mean of {width} steps" if width > 1 else "", "diamond: a seed crosses the line",
+    )  # fmt: skip
     return dressed(figure, "Copy loss", under, 340)
 
 
@@ -76,18 +69,13 @@ def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def ablation(frame: pd.DataFrame) -> go.Figure:
-    """Plot the change of the loss when deep values are replaced by their token mean or by zero, per layer and together.
-
-    The first layer is drawn only if no later layer has own values. Raises `WorkbenchError` if there are no ablation records.
-    """
-    rows = checked(
-        frame[frame["metric"].str.endswith("value_ablation") & frame["variant"].isin(["token_mean", "zero"])]
-    )
+    """Plot the change of the loss when values are replaced by their token mean or zero, by layer and in all deep layers."""
+    of_values = frame["metric"].str.endswith("value_ablation")
+    rows = checked(frame[of_values & frame["variant"].isin(["token_mean", "zero"])])
     deep = after_the_first(rows)
     names = ordered(deep["architecture"])
-    figure = make_subplots(
-        1, len(names), shared_yaxes=True, subplot_titles=[label(n) for n in names], horizontal_spacing=0.03
-    )
+    titles = [label(n) for n in names]
+    figure = make_subplots(1, len(names), shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.03)
     layers = sorted(deep["layer"].dropna().unique())
     together = f"{layers[0]:.0f}–{layers[-1]:.0f}" if layers else "all"
     order = {**{float(n): f"{n:.0f}" for n in layers}, np.inf: together}
@@ -97,7 +85,17 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
             rows_of = deep[(deep["architecture"] == name) & (deep["variant"] == variant)]
             if rows_of.empty:
                 continue
-            _replaced(figure, rows_of.assign(x=rows_of["layer"].fillna(np.inf)), name, fill, order, seeds, i + 1)
+            bars = rows_of.assign(x=rows_of["layer"].fillna(np.inf)).groupby("x").agg(
+                mean=("value", "mean"), low=("value", "min"), high=("value", "max"), se=("se", "mean")
+            )  # fmt: skip
+            above, below = (bars["high"] - bars["mean"], bars["mean"] - bars["low"]) if seeds else (bars["se"],) * 2
+            by = {"zero": "zero", "token_mean": "mean of its token"}[variant]
+            figure.add_bar(
+                x=[order[x] for x in bars.index], y=bars["mean"], name=by, showlegend=False,
+                marker={"color": fill, "line": {"color": colour(name), "width": 1}},
+                error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
+                hovertemplate=f"{label(name)}, layer %{{x}} replaced by {by}: %{{y:+.4f}} nats<extra></extra>", row=1, col=i + 1,
+            )  # fmt: skip
         figure.update_xaxes(title_text="layer", type="category", row=1, col=i + 1)
     figure.update_yaxes(title_text=axis_title("loss change (nats)", "higher: it mattered more"), row=1, col=1)
     missing = [label(a) for a in ordered(set(rows["architecture"]) - set(names))]
@@ -110,20 +108,6 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
         f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", without,
     )  # fmt: skip
     return dressed(figure, "Loss change under value replacement", under, 320)
-
-
-def _replaced(
-    figure: go.Figure, rows: pd.DataFrame, name: str, fill: str, order: dict[float, str], seeds: bool, column: int
-) -> None:
-    bars = rows.groupby("x").agg(mean=("value", "mean"), low=("value", "min"), high=("value", "max"), se=("se", "mean"))
-    above, below = (bars["high"] - bars["mean"], bars["mean"] - bars["low"]) if seeds else (bars["se"],) * 2
-    by = {"zero": "zero", "token_mean": "mean of its token"}[rows["variant"].iloc[0]]
-    figure.add_bar(
-        x=[order[x] for x in bars.index], y=bars["mean"], name=by, showlegend=False,
-        marker={"color": fill, "line": {"color": colour(name), "width": 1}},
-        error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
-        hovertemplate=f"{label(name)}, layer %{{x}} replaced by {by}: %{{y:+.4f}} nats<extra></extra>", row=1, col=column,
-    )  # fmt: skip
 
 
 def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
@@ -145,19 +129,19 @@ def concentration_figure(frame: pd.DataFrame) -> go.Figure:
     rows = checked(frame[frame["metric"] == "concentration_parts"])
     figure, architecture = go.Figure(), str(rows["architecture"].iloc[0])
     for part, (name, shade) in PARTS.items():
-        found = rows[rows["variant"] == part].groupby("layer")["value"].mean()
+        means = rows[rows["variant"] == part].groupby("layer")["value"].mean()
         figure.add_bar(
-            x=found.index, y=found, name=name,
+            x=means.index, y=means, name=name,
             marker={"color": pale(architecture, shade), "line": {"color": colour(architecture), "width": 1}},
             hovertemplate=f"layer %{{x}}, {name}: %{{y:.3f}} nats<extra></extra>",
         )  # fmt: skip
-    whole = rows[rows["variant"].isna()].groupby("layer")[["value", "se"]].mean()
+    sums = rows[rows["variant"].isna()].groupby("layer")[["value", "se"]].mean()
     figure.add_scatter(
-        x=whole.index, y=whole["value"], mode="markers", name="sum", marker={"color": GREY, "symbol": "line-ew-open", "size": 12},
-        error_y={"array": whole["se"], "color": GREY, "thickness": 1}, hovertemplate="layer %{x}: %{y:.3f} nats<extra></extra>",
+        x=sums.index, y=sums["value"], mode="markers", name="sum", marker={"color": GREY, "symbol": "line-ew-open", "size": 12},
+        error_y={"array": sums["se"], "color": GREY, "thickness": 1}, hovertemplate="layer %{x}: %{y:.3f} nats<extra></extra>",
     )  # fmt: skip
     figure.update_layout(barmode="relative")  # a difference has both signs
-    figure.update_xaxes(title_text="layer", dtick=whole_ticks(whole.index))
+    figure.update_xaxes(title_text="layer", dtick=whole_ticks(sums.index))
     figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: more concentrated"))
     return dressed(figure, "Concentration of attention", subtitle(rows, "whisker: standard error of the sum"), 300)
 
@@ -165,9 +149,8 @@ def concentration_figure(frame: pd.DataFrame) -> go.Figure:
 def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     """Plot each head's attention to position 0 and the first token's relative value norm, per layer."""
     rows, values = checked(mass), checked(drain) if len(drain) else drain
-    figure = make_subplots(
-        1, 2, subplot_titles=["attention to the first token", "norm of its value"], horizontal_spacing=0.36
-    )
+    titles = ["attention to the first token", "norm of its value"]
+    figure = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.36)
     heads = rows[rows["control"].isna()]
     look = colour(str(heads["architecture"].iloc[0]))
     figure.add_scatter(
@@ -178,10 +161,10 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     if len(even):
         figure.add_hline(y=float(even.iloc[0]), line={"dash": "dot", "color": GREY}, row=1, col=1)
     if len(values):
-        found = values[values["control"].isna()].sort_values("layer")
+        norms = values[values["control"].isna()].sort_values("layer")
         figure.add_scatter(
-            x=found["layer"], y=found["value"], mode="lines+markers", name="first token's value", line={"color": look},
-            error_y={"array": found["se"], "color": GREY, "thickness": 1}, row=1, col=2,
+            x=norms["layer"], y=norms["value"], mode="lines+markers", name="first token's value", line={"color": look},
+            error_y={"array": norms["se"], "color": GREY, "thickness": 1}, row=1, col=2,
             hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
         )  # fmt: skip
         figure.add_hline(y=1.0, line={"dash": "dot", "color": GREY}, row=1, col=2)
@@ -206,12 +189,12 @@ STATUSES = {
 ROW_PX = 32  # a question, which has two lines
 
 
-def verdicts_figure(found: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
+def verdicts_figure(verdicts: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
     """Draw claims (question, name, status) as cells of one bar per question; custom data: the claim in words and its name."""
     figure = go.Figure()
-    questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in found}
+    questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in verdicts}
     for status, (mark, status_name, look) in STATUSES.items():
-        mine = [(question, name) for question, name, of in found if of == status]
+        mine = [(question, name) for question, name, of in verdicts if of == status]
         figure.add_bar(
             y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
             marker={"color": look, "line": {"color": "rgba(128,128,128,0.4)", "width": 1}, "pattern": {"shape": mark, "solidity": 0.25}},
@@ -229,12 +212,7 @@ def verdicts_figure(found: Sequence[tuple[str, str, str]], under: str = "") -> g
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str = "") -> go.Figure:
-    """Plot comparisons (comparison, value, low, high, unit) with their confidence intervals, one panel per unit, with a line
-    at 0.
-
-    Comparisons are hollow whose `verdict` is unresolved or that are not `significant`, and grey whose `role` is to give context.
-    `adjusted`: what the intervals were Holm-adjusted over.
-    """
+    """Plot comparisons (comparison, value, low, high, unit), one panel per unit; those whose `verdict` is unresolved are hollow."""
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
     figure = make_subplots(
@@ -272,3 +250,41 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
     grey = "grey: not part of the verdict" if "role" in table and (table["role"] == "context").any() else ""
     caption = wrapped("; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, grey) if s), 125)
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))
+
+
+def against_loss_figure(frame: pd.DataFrame) -> go.Figure:
+    """Plot each checkpoint as a point, one panel per quantity; a line joins the checkpoints of a run.
+
+    Models that differ only in progress lie on one curve; the distance at equal loss is an effect of the architecture.
+    """
+    quantities = list(dict.fromkeys(frame["quantity"]))
+    figure = make_subplots(1, len(quantities), subplot_titles=quantities, horizontal_spacing=0.27 / len(quantities))
+    series = ordered(frame["architecture"])
+    for i, quantity in enumerate(quantities):
+        where = {"row": 1, "col": i + 1}
+        mine = frame[frame["quantity"] == quantity].sort_values(["run", "step"])
+        for architecture in ordered(mine["architecture"]):
+            name, look = label(architecture), colour(architecture, series)
+            figure.add_scatter(
+                x=[None], y=[None], mode="markers", name=name, marker={"color": look, "size": 9}, legendgroup=name,
+                showlegend=i == 0, hoverinfo="skip", **where,
+            )  # fmt: skip
+            for _, rows in mine[mine["architecture"] == architecture].groupby("run"):
+                symbols = ["circle-open" if step == 0 else "circle" for step in rows["step"]]
+                figure.add_scatter(
+                    x=rows["loss"].astype(float), y=rows["value"].astype(float), mode="lines+markers", name=name,
+                    line={"color": pale(architecture, 0.35, series), "width": 1},
+                    marker={"color": look, "size": [6] * (len(rows) - 1) + [10], "symbol": symbols},
+                    legendgroup=name, showlegend=False, customdata=rows[["seed", "step"]].astype(str),
+                    hovertemplate=f"{name}, seed %{{customdata[0]}}, step %{{customdata[1]}}<br>loss %{{x:.3f}}: %{{y:.3g}}"
+                    "<extra></extra>", **where,
+                )  # fmt: skip
+        figure.update_yaxes(title_text=axis_title(str(mine["unit"].iloc[0]), ""), **where)
+        figure.update_xaxes(title_text="validation loss (nats), falling", autorange="reversed", **where)
+    seeds = frame.groupby("architecture")["seed"].nunique()
+    under = (
+        f"{frame['run'].nunique()} runs, {seeds.min()}{f' to {seeds.max()}' if seeds.max() > seeds.min() else ''} seeds per model; "
+        "each point a checkpoint, training goes to the right; open: random init, large: the last; "
+        "points on one curve differ only in progress, a distance at equal loss is the architecture's"
+    )
+    return dressed(figure, "Concentration and similarity against the loss", wrapped(under, 125), 330)

@@ -48,8 +48,7 @@ class DrawnPath:
 def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Figure:
     """Draw paths below each other: sources at the left, the value, its readers at the right.
 
-    Widths are shares of their side: sources share the value's norm, readers share the total attention. Negative bands are
-    hatched.
+    Widths are shares of their side, the value's norm or the total attention. Negative bands are hatched.
     """
     heights = [max(_height(path.sources), _height(path.readers)) for path in paths]
     titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
@@ -61,22 +60,18 @@ def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Fi
         _side(figure, path, path.readers, height, where, left=False)
         top = (height - THICK) / 2
         _box(figure, (CENTRE, CENTRE + BAR), (top, top + THICK), path.colour, "", where)
-        _text(figure, *_above(path, height), path.title, where)
+        x, y, left = CENTRE, top - 8, _height(path.sources)
+        rises = left <= _height(path.readers)
+        side = "top left" if rises else "top right"
+        if left > THICK + 2 * HEADING:  # strands come down from the left, too: beside the bar, clear of all bands
+            y, rises, side = (height - left) / 2 + HEADING - 14, True, "middle left"
+        _text(figure, x + BAR * rises, y, [f"<b>{path.centre}</b>"], side, path.title, where)
         figure.update_xaxes(range=[0, 1], visible=False, fixedrange=True, **where)
         figure.update_yaxes(range=[height, 0], visible=False, fixedrange=True, **where)
     figure.update_layout(showlegend=False)
     figure = dressed(figure, title, wrapped(under, 125), int(sum(heights) + 40 * (len(paths) - 1)))
     figure.layout.margin.l = figure.layout.margin.r = figure.layout.margin.b = 12
     return at_least(figure, LEAST)
-
-
-def _above(path: DrawnPath, height: float) -> tuple[float, float, list[str], str]:
-    """Position, text and side of the value's label, clear of all bands."""
-    words, left = [f"<b>{path.centre}</b>"], _height(path.sources)
-    if left > THICK + 2 * HEADING:  # strands come down from the left, too
-        return CENTRE + BAR, (height - left) / 2 + HEADING - 14, words, "middle left"
-    rises = left <= _height(path.readers)
-    return CENTRE + BAR * rises, (height - THICK) / 2 - 8, words, "top left" if rises else "top right"
 
 
 def _slots(groups: dict[str, list[Strand]]) -> list[float]:
@@ -106,56 +101,34 @@ def _side(
         labels, places = [], []
         for strand in strands:
             slot, thick = next(slots), abs(strand.size) / whole * THICK
-            top = y + (slot - thick) / 2
-            ends = ((LEFT, CENTRE), (top, joint)) if left else ((CENTRE + BAR, RIGHT), (joint, top))
-            _ribbon(figure, ends, thick, strand, where)
-            _pieces(figure, bar, top, thick, strand, where)
-            labels.append(f"{safe(strand.name)}: {strand.says}")
+            top, says = y + (slot - thick) / 2, f"{safe(strand.name)}: {strand.says}"
+            begin, end = ((LEFT, top), (CENTRE, joint)) if left else ((CENTRE + BAR, joint), (RIGHT, top))
+            t = np.linspace(0.0, 1.0, 24)  # along a curved band from one bar to the next
+            band_x, band_y = begin[0] + (end[0] - begin[0]) * t, begin[1] + (end[1] - begin[1]) * (3 * t**2 - 2 * t**3)
+            hatch: dict[str, Any] = (
+                {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
+            )
+            _area(
+                figure, [*band_x, *band_x[::-1]], [*band_y, *(band_y + thick)[::-1]], strand.colour, says, where,
+                opacity=0.45, line={"width": 0, "simplify": False}, **hatch,
+            )  # fmt: skip
+            pieces = strand.pieces if strand.pieces and thick > FINEST * len(strand.pieces) else [("", strand.size)]
+            total = sum(abs(size) for _, size in pieces) or 1.0
+            for name, size in pieces:  # the band's bar
+                begins, top = top, top + thick * abs(size) / total
+                piece = f"{safe(strand.name)}, {safe(name)}: {size:.3g}" if name else says
+                _box(figure, bar, (begins, top), strand.colour, piece, where)
+            labels.append(says)
             places.append(y + slot / 2)
             y, joint = y + slot, joint + thick
         _text(figure, x, places, labels, side, f"{path.title}: {heading}", where)
 
 
-def _pieces(
-    figure: go.Figure, bar: tuple[float, float], top: float, thick: float, strand: Strand, where: dict[str, int]
-) -> None:
-    """Draw a band's bar, divided into its pieces."""
-    pieces = strand.pieces if strand.pieces and thick > FINEST * len(strand.pieces) else [("", strand.size)]
-    whole = sum(abs(size) for _, size in pieces) or 1.0
-    for name, size in pieces:
-        end = top + thick * abs(size) / whole
-        says = f"{safe(strand.name)}, {safe(name)}: {size:.3g}" if name else f"{safe(strand.name)}: {strand.says}"
-        _box(figure, bar, (top, end), strand.colour, says, where)
-        top = end
-
-
 def _box(
     figure: go.Figure, x: tuple[float, float], y: tuple[float, float], look: str, says: str, where: dict[str, int]
 ) -> None:
-    _area(
-        figure,
-        [x[0], x[1], x[1], x[0]],
-        [y[0], y[0], y[1], y[1]],
-        look,
-        says,
-        where,
-        line={"color": "rgba(255,255,255,0.6)", "width": 0.5},
-    )
-
-
-def _ribbon(
-    figure: go.Figure, ends: tuple[tuple[float, float], tuple[float, float]], thick: float, strand: Strand,
-    where: dict[str, int],
-) -> None:  # fmt: skip
-    """A curved band from one bar to the next."""
-    t = np.linspace(0.0, 1.0, 24)
-    x = ends[0][0] + (ends[0][1] - ends[0][0]) * t
-    y = ends[1][0] + (ends[1][1] - ends[1][0]) * (3 * t**2 - 2 * t**3)
-    pattern: dict[str, Any] = {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
-    _area(
-        figure, [*x, *x[::-1]], [*y, *(y + thick)[::-1]], strand.colour, f"{safe(strand.name)}: {strand.says}", where,
-        opacity=0.45, line={"width": 0, "simplify": False}, **pattern,
-    )  # fmt: skip
+    line = {"color": "rgba(255,255,255,0.6)", "width": 0.5}
+    _area(figure, [x[0], x[1], x[1], x[0]], [y[0], y[0], y[1], y[1]], look, says, where, line=line)
 
 
 def _area(

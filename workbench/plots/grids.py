@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, dressed, wrapped
+from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, colour_axis, dressed, wrapped
 
 MARKED = "#d55e00"  # a frame around what is chosen
 CHOSEN = "chosen"  # its name, by which the dashboard scrolls there
@@ -26,9 +26,7 @@ MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 class Grid:
     """Numbers [row, column] with row and column names; NaN is blank.
 
-    `texts`: written into cells if there is room. `span`: range of the colour scale; by default that of the numbers, centred
-    at 0 if they have both signs. `upward`: row 0 at the bottom. `mark`: (row, column) of a framed cell; a row of None frames
-    the column. `square`: cells are squares, as in a map of queries by keys.
+    `texts` are written into cells if there is room. `span` is the range of the colour scale. `mark` is a framed cell, or column (row None).
     """
 
     values: np.ndarray
@@ -45,9 +43,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.values.shape != (len(self.rows), len(self.columns)):
-            raise WorkbenchError(
-                f"a map {self.values.shape} does not fit {len(self.rows)} rows, {len(self.columns)} columns"
-            )
+            shape = f"{len(self.rows)} rows, {len(self.columns)} columns"
+            raise WorkbenchError(f"a map {self.values.shape} does not fit {shape}")
 
     def minus(self, other: Grid) -> Grid:
         """Subtract another map; raises `WorkbenchError` if their axes differ."""
@@ -57,10 +54,7 @@ class Grid:
 
 
 def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, height: int = 420) -> go.Figure:
-    """Draw one map, or A and B on one scale and, if their axes agree, A - B on another.
-
-    Raises `WorkbenchError` for a map of more than `MAX_CELLS` cells.
-    """
+    """Draw one map, or A and B on one scale and, if their axes agree, A - B on another."""
     first = parts[0][1]
     if any(g.values.size > MAX_CELLS for _, g in parts):
         raise WorkbenchError(f"a map of {first.values.shape} cells is too large to draw; choose a window")
@@ -73,29 +67,40 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
             under = f"{under}; {reason}" if under else str(reason)
     wide = len(first.columns) > 2 * len(first.rows)  # such maps are read above each other
     rows, columns = (len(shown), 1) if wide else (1, len(shown))
-    tall = (
-        max(170 if len(shown) == 1 else 0, len(shown) * max(90, 24 * len(first.rows))) + 70 * len(shown)
-        if wide
-        else max(height, ROW * len(first.rows) if first.texts is not None else 0)
-    )
+    if wide:
+        height = max(170 if len(shown) == 1 else 0, len(shown) * max(90, 24 * len(first.rows))) + 70 * len(shown)
+    elif first.texts is not None:
+        height = max(height, ROW * len(first.rows))
     figure = make_subplots(
         rows, columns, subplot_titles=[markup.escape(t) for t, _ in shown] if len(shown) > 1 else None,
-        horizontal_spacing=0.09 if len(shown) > 2 else 0.12, vertical_spacing=44 / tall, shared_xaxes="all" if wide else False,
+        horizontal_spacing=0.09 if len(shown) > 2 else 0.12, vertical_spacing=44 / height, shared_xaxes="all" if wide else False,
     )  # fmt: skip
+    abreast = 1 if wide else len(shown)
     for i, (name, grid) in enumerate(shown):
         minus = signed and i == len(shown) - 1
         where = {"row": i + 1 if wide else 1, "col": 1 if wide else i + 1}
-        last = not wide or i == len(shown) - 1
-        _add(
-            figure, grid, name, where, "coloraxis2" if minus else "coloraxis", row_title=wide or i == 0, ticks=last,
-            abreast=1 if wide else len(shown),
+        last, scale = not wide or i == len(shown) - 1, "coloraxis2" if minus else "coloraxis"
+        _add(figure, grid, name, where, scale, row_title=wide or i == 0, ticks=last, abreast=abreast)
+    for trace, (_, grid) in zip(list(figure.data), shown, strict=True):
+        if trace.texttemplate is None:
+            continue
+        row, column = np.nonzero(~np.isfinite(grid.values))  # blank cells, whose words have the page's text colour
+        words = [_clipped(str(t), _letters(grid, abreast)) for t in np.asarray(grid.texts, dtype=object)[row, column]]
+        figure.add_scatter(
+            x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=10,
+            hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
         )  # fmt: skip
-    for i, (_, grid) in enumerate(shown):
-        _words_of_blanks(figure, grid, i, _letters(grid, 1 if wide else len(shown)))
-    figure = dressed(figure, title, wrapped(under, 125), tall)
-    figure.update_layout(coloraxis=_scale([g for _, g in parts], parts[0][1].unit))
+    figure = dressed(figure, title, wrapped(under, 125), height)
+    values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for _, g in parts])
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    both = first.span is None and low < 0 < high
+    limit = max(abs(low), abs(high)) or 1.0
+    span = first.span or ((-limit, limit) if both else (low, high if high > low else low + 1.0))
+    figure.update_layout(coloraxis=colour_axis(DIVERGING if both else SEQUENTIAL, *span, markup.escape(first.unit)))
     if signed:  # one colour bar above the other: beside each other, titles and numbers would run into the next
-        figure.update_layout(coloraxis2=_scale([shown[-1][1]], MINUS, signed=True))
+        minus_values = shown[-1][1].values[np.isfinite(shown[-1][1].values)]
+        limit = (float(np.abs(minus_values).max()) if len(minus_values) else 1.0) or 1.0
+        figure.update_layout(coloraxis2=colour_axis(DIVERGING, -limit, limit, MINUS))
         halves = {"len": 0.5, "y": 1, "yanchor": "top"}, {"len": 0.5, "y": 0, "yanchor": "bottom"}
         figure.update_layout(coloraxis_colorbar=halves[0], coloraxis2_colorbar=halves[1])
     if first.square and len(shown) > 1:
@@ -130,7 +135,7 @@ def _add(
     cells = None
     if small and grid.texts is not None:
         written = np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
-        cells = [[safe(_clipped(str(t), letters)) for t in row] for row in written]
+        cells = [[_clipped(str(t), letters) for t in row] for row in written]
     figure.add_heatmap(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
         text=cells,
@@ -140,9 +145,8 @@ def _add(
     for update, names, title in (
         (figure.update_xaxes, x, grid.column_title if ticks else ""), (figure.update_yaxes, y, grid.row_title if row_title else ""),
     ):  # fmt: skip
-        most = MAX_TICKS * (2 if abreast == 1 else 1)
-        shown = {"tickvals": names[:: max(1, -(-len(names) // most))], "tickfont": {"size": 10}}
-        update(title_text=title, type="category", showgrid=False, **shown, **where)
+        values = names[:: every(len(names), MAX_TICKS * (2 if abreast == 1 else 1))]
+        update(title_text=title, type="category", showgrid=False, tickvals=values, tickfont_size=10, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
     figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
     if grid.square:
@@ -156,25 +160,17 @@ def _add(
         figure.add_shape(type="rect", name=CHOSEN, line={"color": MARKED, "width": 2}, **box, **where)
 
 
-def _words_of_blanks(figure: go.Figure, grid: Grid, i: int, letters: int) -> None:
-    """Write the texts of blank cells in the page's text colour."""
-    trace = figure.data[i]
-    if trace.texttemplate is None:
-        return
-    row, column = np.nonzero(~np.isfinite(grid.values))
-    words = [safe(_clipped(str(t), letters)) for t in np.asarray(grid.texts, dtype=object)[row, column]]
-    figure.add_scatter(
-        x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=10,
-        hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
-    )  # fmt: skip
-
-
 def _letters(grid: Grid, abreast: int) -> int:
     return max(3, min(MAX_LETTERS, LINE // (abreast * len(grid.columns))))
 
 
 def _clipped(text: str, letters: int) -> str:
-    return text if len(text) <= letters else text[: letters - 1] + "…"
+    return safe(text if len(text) <= letters else text[: letters - 1] + "…")
+
+
+def every(count: int, most: int = MAX_TICKS) -> int:
+    """Return how many places apart at most `most` ticks of `count` places are."""
+    return max(1, -(-count // most))
 
 
 def safe(text: object) -> str:
@@ -185,20 +181,8 @@ def safe(text: object) -> str:
 def unique(names: Sequence[str]) -> list[str]:
     """Make names unique with zero-width spaces, because a category axis merges equal names."""
     seen: dict[str, int] = {}
-    found = []
+    result = []
     for name in names:
         seen[name] = seen.get(name, -1) + 1
-        found.append(name + "\u200b" * seen[name])
-    return found
-
-
-def _scale(found: Sequence[Grid], unit: str, signed: bool = False) -> dict[str, object]:
-    values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for g in found])
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    span = found[0].span
-    signed = signed or (span is None and low < 0 < high)
-    if span is None:
-        limit = max(abs(low), abs(high)) or 1.0
-        span = (-limit, limit) if signed else (low, high if high > low else low + 1.0)
-    bar = {"title": {"text": markup.escape(unit)}, "thickness": 12, "x": 1.01}
-    return {"colorscale": DIVERGING if signed else SEQUENTIAL, "cmin": span[0], "cmax": span[1], "colorbar": bar}
+        result.append(name + "\u200b" * seen[name])
+    return result

@@ -1,8 +1,9 @@
-"""Figures of single heads: a ranking over models, one head over training, and its strongest token pairs."""
+"""Figures of named rows: heads over models, one head over training, its strongest token pairs, and single documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from workbench.plots.grids import safe, unique
 from workbench.plots.style import GREY, axis_title, colour, dressed, label, narrow, ordered, symbol
 
 ROW, MIN_HEIGHT = 19, 220
+DOCUMENT, LONGEST = 24, 60  # pixels of a document's row, and characters of its text there
 WIDTH = 60
 """Characters of a subtitle's line in a column of half a page."""
 FAINT = "rgba(128,128,128,0.35)"
@@ -22,8 +24,7 @@ def ranking_figure(
 ) -> go.Figure:
     """Draw a dot for each head, the first on top, with its standard error, its value at random init, and the baseline.
 
-    rows: name, architecture, value, se, init, baseline, baseline_of (`init` and baselines may be NaN). `axis`: unit and
-    reading direction. `chosen`: rows with a bold name. Custom data: the row number.
+    rows: name, architecture, value, se, init, baseline, baseline_of. `chosen`: rows with a bold name. Custom data: the row number.
     """
     names = unique([safe(name) for name in rows["name"]])
     figure, y = go.Figure(), np.array(names, dtype=object)
@@ -42,21 +43,7 @@ def ranking_figure(
             x=rows["init"], y=y, mode="markers", name="at random init", hoverinfo="skip",
             marker={"color": GREY, "symbol": "circle-open", "size": 7},
         )  # fmt: skip
-    _baseline_of_rows(figure, rows, y)
-    marked = [*chosen, *[False] * (len(names) - len(chosen))]
-    ticks = [f"<b>{n}</b>" if bold else n for n, bold in zip(names, marked, strict=True)]
-    figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6], tickvals=names,
-        ticktext=ticks, tickfont_size=11,
-    )  # fmt: skip
-    figure.update_xaxes(title_text=axis_title(*axis), zeroline=False)
-    figure = dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60))
-    return narrow(figure, WIDTH)
-
-
-def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> None:
-    """Draw a dotted line if all rows share one baseline, else a mark on each row."""
-    for name in sorted(rows["baseline_of"].dropna().unique()):
+    for name in sorted(rows["baseline_of"].dropna().unique()):  # a line if all rows share it, else a mark on each row
         mine = (rows["baseline_of"] == name).to_numpy()
         x = rows.loc[mine, "baseline"].to_numpy(dtype="float64")
         one = mine.all() and float(np.ptp(x)) < 1e-9
@@ -65,16 +52,18 @@ def _baseline_of_rows(figure: go.Figure, rows: pd.DataFrame, y: np.ndarray) -> N
             line={"color": GREY, "dash": "dot", "width": 1.5},
             marker={"color": GREY, "symbol": "line-ns-open", "size": 14},
         )  # fmt: skip
+    marked = [*chosen, *[False] * (len(names) - len(chosen))]
+    ticks = [f"<b>{n}</b>" if bold else n for n, bold in zip(names, marked, strict=True)]
+    _downwards(figure, names).update_yaxes(tickvals=names, ticktext=ticks)
+    figure.update_xaxes(title_text=axis_title(*axis), zeroline=False)
+    figure = dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60))
+    return narrow(figure, WIDTH)
 
 
 def history_figure(
     mine: pd.DataFrame, others: pd.DataFrame, baseline: pd.DataFrame, title: str, under: str, axis: tuple[str, str]
 ) -> go.Figure:
-    """Plot one head over training steps in its architecture's colour, with the other heads of its run in grey.
-
-    mine: architecture, step, value, se. others: layer, head, step, value. baseline: control, step, value; may be empty.
-    `axis`: unit and reading direction.
-    """
+    """Plot one head (architecture, step, value, se) over training, with the other heads of its run and the controls in grey."""
     figure, architecture = go.Figure(), str(mine["architecture"].iloc[0])
     se = mine["se"].astype("float64")
     heads = list(others.sort_values(["layer", "head", "step"]).groupby(["layer", "head"]))
@@ -102,20 +91,52 @@ def history_figure(
 
 def pairs_figure(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
     """Draw a stem for each token pair, as long as its attention weight. rows: key token, query token, distance, weight."""
-    told = zip(rows["key token"], rows["query token"], strict=True)
-    names = unique([f"{safe(key)} … {safe(query)}" for key, query in told])
+    pairs = zip(rows["key token"], rows["query token"], strict=True)
+    names = unique([f"{safe(key)} … {safe(query)}" for key, query in pairs])
     weights = rows["weight"].to_numpy(dtype="float64")
+    hover = "%{y}: %{x:.3f}<br>%{customdata} tokens back<extra></extra>"
+    figure = _stems(weights, names, (0 * weights, weights), paint, "weight", rows["distance"], hover)
+    figure.update_traces(cliponaxis=False)
+    figure.update_yaxes(title_text="key … query")
+    end = 1.05 * max(1.0, float(weights.max()))
+    figure.update_xaxes(title_text="attention of the query to the key", range=[0, end])
+    return narrow(dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60)), WIDTH)
+
+
+def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: str, axis: tuple[str, str]) -> go.Figure:
+    """Draw a stem from the mean to each document's value (document, value, prompt or null). Custom data: the row number."""
+    texts = [" ".join(str(text or "").split()) for text in rows["prompt"]]
+    texts = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in texts]
+    named = zip(rows["document"], texts, strict=True)
+    names = unique([safe(f"{d}: {text}" if text else f"document {d}") for d, text in named])
+    values, index = rows["value"].to_numpy(dtype="float64"), [[i] for i in range(len(names))]
+    stems = (mean - values, 0 * values)
+    figure = _stems(values, names, stems, paint, "document", index, "%{y}<br>%{x:.4g}<extra></extra>")
+    figure.add_vline(x=mean, line={"color": GREY, "dash": "dot"})
+    figure.update_xaxes(title_text=axis_title(*axis))
+    return dressed(figure, title, under, DOCUMENT * len(names) + 90)
+
+
+def _stems(
+    values: np.ndarray,
+    names: list[str],
+    stems: tuple[np.ndarray, np.ndarray],
+    paint: str,
+    name: str,
+    data: Any,
+    hover: str,
+) -> go.Figure:
+    """Dots with stems to their right and left, one row each, the first on top."""
+    stem = {"array": stems[0], "arrayminus": stems[1], "symmetric": False, "width": 0, "thickness": 2}
     figure = go.Figure()
     figure.add_scatter(
-        x=weights, y=names, mode="markers", name="weight", showlegend=False, marker={"color": paint, "size": 10}, cliponaxis=False,
-        error_x={"array": np.zeros_like(weights), "arrayminus": weights, "symmetric": False, "width": 0, "thickness": 2},
-        customdata=rows["distance"], hovertemplate="%{y}: %{x:.3f}<br>%{customdata} tokens back<extra></extra>",
+        x=values, y=names, mode="markers", name=name, showlegend=False, marker={"color": paint, "size": 10}, error_x=stem,
+        customdata=data, hovertemplate=hover,
     )  # fmt: skip
-    figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.4, -0.6], tickfont_size=11,
-        title_text="key … query",
-    )  # fmt: skip
-    figure.update_xaxes(
-        title_text="attention of the query to the key", range=[0, 1.05 * max(1.0, float(weights.max()))]
-    )
-    return narrow(dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60)), WIDTH)
+    return _downwards(figure, names)
+
+
+def _downwards(figure: go.Figure, names: list[str]) -> go.Figure:
+    """Rows with these names, the first on top."""
+    rows = {"type": "category", "categoryorder": "array", "categoryarray": names, "range": [len(names) - 0.4, -0.6]}
+    return figure.update_yaxes(**rows, tickfont_size=11)

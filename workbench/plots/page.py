@@ -1,18 +1,23 @@
-"""Offline HTML pages of figures, sentences and tables with one style sheet for light and dark themes."""
+"""Figures as alt texts and tables, and offline HTML pages with one style sheet for light and dark themes."""
 
 from __future__ import annotations
 
 import html as markup
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.files import write_text
-from workbench.plots.output import CONFIG, alt_text, table
-from workbench.plots.style import INK, titled, untitled
+from workbench.plots.grids import safe
+from workbench.plots.records import plot
+from workbench.plots.style import INK, LINE, narrow, plain, titled, untitled, wrapped
 
+LETTERS = 125  # of a line of a subtitle in a figure of full width
+CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 MAX_ROWS = 500  # of a table in a page
 STYLE = f"""
 :root {{ color-scheme: light dark }}
@@ -39,10 +44,7 @@ summary {{ cursor: pointer; font-size: 14px }} code {{ font-size: 13px }} .small
 
 
 def html(figure: go.Figure, *, script: bool = True, whole: bool = False) -> str:
-    """The figure as HTML that works offline and uploads nothing: a piece of a page, or a `whole` page.
-
-    `script=False` for all but the first figure of a page: the first carries the plotting code.
-    """
+    """The figure as HTML that works offline: a piece of a page, whose first one has the plotting `script`, or a `whole` page."""
     if whole:
         page = Page(untitled(figure)[0])
         page.add(page.figure(figure))
@@ -119,3 +121,67 @@ def numbers_html(frame: pd.DataFrame, label: str = "the numbers") -> str:
 def facts_html(given: Mapping[str, str]) -> str:
     """Names and their values in two columns."""
     return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(v)}</dd>' for k, v in given.items())}</dl>"
+
+
+def alt_text(shown: go.Figure | pd.DataFrame) -> str:
+    """Describe a figure in words: title, subtitle, the ends of each curve, the extremes of each map, named texts."""
+    if isinstance(shown, pd.DataFrame):
+        shown = plot(shown)
+    taken = (shown.layout.meta or {}).get("title")  # by a page that sets the words itself
+    title = go.layout.Title(taken) if taken else shown.layout.title
+    words = [plain(title.text), plain(title.subtitle.text)]
+    for trace in shown.data:
+        if trace.type == "heatmap":
+            z = np.asarray(trace.z, dtype=float)
+            if np.isfinite(z).any():
+                words.append(f"{plain(trace.name) or 'map'}: {np.nanmin(z):.3g} to {np.nanmax(z):.3g}")
+        elif trace.type == "scatter" and trace.mode == "text" and trace.name:
+            words.append(f"{plain(trace.name)}: {', '.join(plain(text) for text in trace.text)}")
+        elif trace.type == "scatter" and trace.fill == "toself":
+            continue  # an area around or between numbers that others say
+        elif trace.x is not None and len(trace.x) and trace.x[0] is not None and trace.hoverinfo != "skip":
+            words.append(f"{plain(trace.name)}: {_ends(trace)}")
+    return "; ".join(s for s in words if s)[:1500]
+
+
+def _ends(trace: Any) -> str:
+    """First and last number of a curve with their places, or the numbers of named bars and rows."""
+    y, x = list(trace.y), list(trace.x)
+    if trace.type == "bar" and trace.orientation != "h":
+        return ", ".join(f"{plain(a)} {b:.3g}" for a, b in zip(x, y, strict=True))
+    if trace.type == "bar" or isinstance(y[0], str):
+        most = 5 if trace.type == "bar" else 12
+        return ", ".join(f"{plain(b)} {a:.3g}" for a, b in zip(x[:most], y[:most], strict=True))
+    ends = [f"{float(y[i]):.3g} at {plain(x[i]) if isinstance(x[i], str) else f'{float(x[i]):g}'}" for i in (0, -1)]
+    return f"from {ends[0]} to {ends[1]}" if len(y) > 1 else ends[0]
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the numbers of a figure: non-empty columns without provenance, sorted by the axes."""
+    kept = frame.drop(columns=[c for c in ("provenance",) if c in frame]).dropna(axis=1, how="all")
+    axes = [c for c in ("metric", "architecture", "seed", "step", "layer", "head", "position") if c in kept]
+    return kept.sort_values(axes, kind="stable").reset_index(drop=True)
+
+
+def paper(figure: go.Figure, background: str = "white", caption: str = "", letters: int = LETTERS) -> go.Figure:
+    """Return a figure for a picture: dark text on a background (CSS colour), and `caption` under the subtitle.
+
+    `letters`: characters of a line of the subtitle; fewer than `LETTERS` also move the legend under the figure.
+    """
+    drawn = titled(figure).update_layout(font_color="#222", title_subtitle_font_color="#444", paper_bgcolor=background)
+    if letters < LETTERS:
+        drawn = narrow(drawn, letters)
+    if caption:
+        before = str(drawn.layout.title.subtitle.text or "")
+        under = "<br>".join(filter(None, (before, wrapped(safe(caption), letters))))
+        room = LINE * (under.count("<br>") - before.count("<br>"))
+        margin, height = drawn.layout.margin.t + room, drawn.layout.height + room
+        drawn.update_layout(title_subtitle_text=under, height=height, margin_t=margin)
+    return drawn
+
+
+def paper_page(drawn: go.Figure) -> str:
+    """Return an HTML page of a figure for taking its picture, without buttons."""
+    return drawn.to_html(
+        include_plotlyjs=True, full_html=True, config=CONFIG | {"displayModeBar": False}, auto_play=False
+    )

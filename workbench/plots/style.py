@@ -87,7 +87,8 @@ def colour(architecture: str, among: Sequence[str] = ()) -> str:
     name = series.split(" ")[0]
     plain = registry.architecture_colour(name if name in registry.ARCHITECTURES else series)
     if detail.startswith(("B′", WITHOUT)):
-        return _lighter(plain)
+        light = "".join(f"{(int(plain[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5)) if plain[0] == "#" else ""
+        return f"#{light}" if light else plain
     kin = _settings(architecture, among)
     return _shade(plain, kin.index(architecture) / (len(kin) - 1)) if len(kin) > 1 else plain
 
@@ -122,12 +123,6 @@ def _shade(plain: str, place: float) -> str:
         luminance = sum(share * p for share, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
         low, high = (low, middle) if luminance > wanted else (middle, high)
     return "#" + "".join(f"{round(255 * part):02X}" for part in parts)
-
-
-def _lighter(plain: str) -> str:
-    if not plain.startswith("#"):
-        return plain
-    return "#" + "".join(f"{(int(plain[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
 
 
 def label(architecture: str) -> str:
@@ -308,10 +303,7 @@ def at_least(figure: go.Figure, pixels: int) -> go.Figure:
 
 
 def untitled(figure: go.Figure) -> tuple[str, str]:
-    """A figure's title and subtitle in plain words, for a page that sets them itself: taken off it with the room they took.
-
-    Asked again it is the same answer; `titled` gives them back. One that plays keeps its own, which change with each frame.
-    """
+    """A figure's title and subtitle in plain words, for a page that sets them; they and their room are taken off the figure."""
     layout, known = figure.layout, dict(figure.layout.meta or {})
     if "title" not in known and layout.title.text and not figure.frames:
         under = str(layout.title.subtitle.text or "")
@@ -373,3 +365,9 @@ def outer_titles(figure: go.Figure, panels: int, columns: int) -> None:
     """Keep x titles on the bottom panel of each column only."""
     for i in range(panels - columns):
         figure.update_xaxes(title_text="", row=i // columns + 1, col=i % columns + 1)
+
+
+def colour_axis(scale: str, low: float, high: float, title: str, **bar: Any) -> dict[str, Any]:
+    """Return a colour axis with the title of its bar."""
+    bar = {"title": {"text": title}, "thickness": 12, "x": 1.01} | bar
+    return {"colorscale": scale, "cmin": low, "cmax": high, "colorbar": bar}

@@ -13,9 +13,18 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.plots.compare import AXES, subtracted
-from workbench.plots.forms import MAX_WHOLE
-from workbench.plots.records import checked, plot
-from workbench.plots.style import DIVERGING, SEQUENTIAL, dressed, label, ordered, outer_titles, subtitle, words
+from workbench.plots.records import MAX_WHOLE, checked, plot
+from workbench.plots.style import (
+    DIVERGING,
+    SEQUENTIAL,
+    colour_axis,
+    dressed,
+    label,
+    ordered,
+    outer_titles,
+    subtitle,
+    words,
+)
 from workbench.runs.records import typed
 
 RATIO = "A ÷ B"  # the difference of two logarithms
@@ -24,10 +33,7 @@ MAX_POINTS, MAX_COLUMNS, MAX_PRINTED = 600, 160, 90
 
 
 def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, int]:
-    """Average neighbouring steps of a frame with more than `most`; return it and the number of steps per point.
-
-    Each point is at the first of its steps; the number is 1 if nothing was averaged.
-    """
+    """Average neighbouring steps of a frame with more than `most`; return it and the number of steps per point."""
     steps = np.sort(frame["step"].dropna().unique().astype("int64"))
     if len(steps) <= most:
         return frame, 1
@@ -35,18 +41,13 @@ def thinned(frame: pd.DataFrame, most: int = MAX_POINTS) -> tuple[pd.DataFrame, 
     axes = varying(frame, ["step", *(c for c in frame.columns if c not in ("value", "se", "step"))])
     binned = frame.assign(step=(frame["step"] // width * width).astype("Int64"))
     means = binned.groupby(axes, dropna=False, as_index=False, sort=False)[["value", "se"]].mean()
-    return with_constants(means, frame), width
+    same = {c: frame[c].iloc[[0] * len(means)].set_axis(means.index) for c in frame.columns if c not in means}
+    return means.assign(**same)[frame.columns], width
 
 
 def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     """Return the first column and all that vary; grouping by constant columns only costs time."""
     return [columns[0], *(c for c in columns[1:] if frame[c].nunique(dropna=False) > 1)]
-
-
-def with_constants(means: pd.DataFrame, frame: pd.DataFrame) -> pd.DataFrame:
-    """Add the frame's constant columns to the means."""
-    same = {c: frame[c].iloc[[0] * len(means)].set_axis(means.index) for c in frame.columns if c not in means}
-    return means.assign(**same)[frame.columns]
 
 
 def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
@@ -67,9 +68,8 @@ def curves(
     made, widths = zip(*(thinned(p) for p in full), strict=True) if full else ((), ())
     if not made:
         raise WorkbenchError("nothing to draw: these runs have not written it down")
-    figure = plot(
-        pd.concat(made, ignore_index=True), form="steps", smooth=smooth, log_x=log_x, title=title, spread=spread
-    )
+    rows = pd.concat(made, ignore_index=True)
+    figure = plot(rows, form="steps", smooth=smooth, log_x=log_x, title=title, spread=spread)
     if log_x:
         figure.update_xaxes(dtick="D2")
     if max(widths) > 1:
@@ -143,20 +143,17 @@ def at_step(rows: pd.DataFrame, step: float | None) -> pd.DataFrame:
 
 
 def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False) -> go.Figure:
-    """Draw gradient norms by matrix and layer at one step, one map per (name, rows), on one logarithmic colour scale.
-
-    `compare`: add A / B of the two parts on its own scale.
-    """
+    """Draw gradient norms by matrix and layer at one step, one map per (name, rows), and A / B if asked to `compare`."""
     rows = [(name, part[part["layer"].notna()]) for name, part in parts]
     rows = [(name, part) for name, part in rows if len(part)]
     if not rows:
         raise WorkbenchError("no gradient of a layer's matrix was written down here")
     names = _in_order({str(p) for _, part in rows for p in part["part"]})
-    grids = [(name, _log10(part.pivot_table(index="layer", columns="part", values="value").reindex(columns=names)))
-             for name, part in rows]  # fmt: skip
-    found = pd.concat([part for _, part in rows])
+    tables = {name: part.pivot_table(index="layer", columns="part", values="value") for name, part in rows}
+    grids = [(name, _log10(table.reindex(columns=names))) for name, table in tables.items()]
+    norms = pd.concat([part for _, part in rows])
     steps = sorted({int(part["step"].max()) for _, part in rows})
-    under = subtitle(found, f"training step {' and '.join(map(str, steps))}", *_reading(found))
+    under = subtitle(norms, f"training step {' and '.join(map(str, steps))}", *_reading(norms))
     most = max(len(grid) for _, grid in grids)
     figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most))
     figure.update_xaxes(type="category", tickangle=-60, tickfont_size=10)
@@ -175,29 +172,28 @@ def gradient_map(frame: pd.DataFrame) -> go.Figure:
 def gradient_maps(
     parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool = False, told: pd.DataFrame | None = None
 ) -> go.Figure:
-    """Draw gradient norms over training, one map per (name, rows); `compare`: add A / B.
-
-    `told`: rows that name data and seeds for the subtitle, where the parts are means.
-    """
+    """Draw gradient norms over training, one map per (name, rows), and A / B; `told` has the data and seeds of the subtitle."""
     thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
-    found, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
-    order = _row_order(found)  # the same for all: a matrix that a model lacks is left blank
-    grids = [
-        (
-            name,
-            _log10(rows.assign(row=_row_names(rows)).pivot_table(index="row", columns="step", values="value")).reindex(
-                order
-            ),
-        )
-        for name, rows, _ in thin
-    ]  # [matrix and layer, step]
+    thin = [(name, rows.assign(row=_row_names(rows)), width) for name, rows, width in thin]
+    norms, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
+    order = list[str]()  # from below, the same for all: a matrix that a model lacks is left blank
+    for part in reversed(_in_order({str(p) for p in norms["part"]})):
+        order += [" " * len(order)] if order else []  # a blank row between matrices
+        order += list(norms[norms["part"] == part].sort_values("layer")["row"].unique())
+    tables = [(name, rows.pivot_table(index="row", columns="step", values="value")) for name, rows, _ in thin]
+    grids = [(name, _log10(table).reindex(order)) for name, table in tables]
     caption = f"each column the mean of {width} steps" if width > 1 else ""
-    told = found if told is None else told
+    told = norms if told is None else told
     under = subtitle(told, "each matrix: the first layer below", *_reading(told), caption)
     height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))
     figure = _maps(grids, "%{y} at step %{x}", compare=compare, height=height, across="training step")
     for trace, axis in zip(figure.data, figure.select_yaxes(), strict=False):
-        axis.update(type="category", tickfont_size=10, **_one_tick_a_matrix(list(trace.y)))
+        ticks: dict[str, list[str]] = {}  # one for each matrix, in the middle of its layers
+        for row in trace.y:
+            ticks.setdefault(row.partition(" ")[0], []).append(row)
+        ticks.pop("", None)
+        middle = [rows[len(rows) // 2] for rows in ticks.values()]
+        axis.update(type="category", tickfont_size=10, tickvals=middle, ticktext=list(ticks))
     return _scaled(dressed(figure, "Gradient norms over training", under, figure.layout.height))
 
 
@@ -228,10 +224,8 @@ def _maps(
     figure.update_layout(height=count * (height + gap) + 60)
     for i, (name, grid) in enumerate(shown):
         z = grid.to_numpy(dtype="float32")
-        x, y = (
-            [int(n) for n in axis] if axis.dtype.kind in "fi" else [markup.escape(str(n)) for n in axis]
-            for axis in (grid.columns, grid.index)
-        )
+        axes = (grid.columns, grid.index)
+        x, y = ([int(n) if a.dtype.kind in "fi" else markup.escape(str(n)) for n in a] for a in axes)
         ratio, at, lowest = name == RATIO, {"row": i // columns + 1, "col": i % columns + 1}, i + columns >= len(shown)
         caption = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
         figure.add_heatmap(
@@ -245,26 +239,8 @@ def _maps(
     return figure
 
 
-def _one_tick_a_matrix(rows: Sequence[str]) -> dict[str, Any]:
-    """Ticks of rows `W_Q 3`, `W_Q 2`, ...: each matrix once, in the middle of its layers."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        found.setdefault(row.partition(" ")[0], []).append(row)
-    found.pop("", None)  # the blank rows between matrices
-    return {"tickvals": [names[len(names) // 2] for names in found.values()], "ticktext": list(found)}
-
-
 def _row_names(rows: pd.DataFrame) -> pd.Series:
     return rows["part"].astype(str) + rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
-
-
-def _row_order(rows: pd.DataFrame) -> list[str]:
-    """Matrix and layer from below: the last matrix's first layer first; blank rows between matrices."""
-    named, order = rows.assign(row=_row_names(rows)), list[str]()
-    for part in reversed(_in_order({str(p) for p in rows["part"]})):
-        order += [" " * len(order)] if order else []
-        order += list(named[named["part"] == part].sort_values("layer")["row"].unique())
-    return order
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:
@@ -287,17 +263,12 @@ def _scaled(figure: go.Figure) -> go.Figure:
     if not len(norms):
         raise WorkbenchError("all gradients are zero here")
     bottom, top = float(np.percentile(norms, 3)), float(norms.max())
-    bar = {"title": {"text": "norm"}, "thickness": 12, "x": 1.01, **_ticks(bottom, top, clipped=norms.min() < bottom)}
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": bottom, "cmax": top, "colorbar": bar})
+    ticks = _ticks(bottom, top, clipped=norms.min() < bottom)
+    figure.update_layout(coloraxis=colour_axis(SEQUENTIAL, bottom, top, "norm", **ticks))
     if len(ratios):
         limit = float(np.percentile(np.abs(ratios), 98)) or 1.0
-        bar = {
-            "title": {"text": "A ÷ B"},
-            "thickness": 12,
-            "x": 1.12,
-            **_ticks(-limit, limit, "×", clipped=np.abs(ratios).max() > limit),
-        }
-        figure.update_layout(coloraxis2={"colorscale": DIVERGING, "cmin": -limit, "cmax": limit, "colorbar": bar})
+        ticks = _ticks(-limit, limit, "×", clipped=np.abs(ratios).max() > limit)
+        figure.update_layout(coloraxis2=colour_axis(DIVERGING, -limit, limit, RATIO, x=1.12, **ticks))
     return figure
 
 
@@ -319,9 +290,8 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
     """Plot learned coefficients over training: one panel per layer, one line per coefficient (mean and range over seeds)."""
     rows = checked(frame[frame["metric"] == "coefficient"])
     if rows["architecture"].nunique() > 1:
-        raise WorkbenchError(
-            f"coefficients of different architectures mean different things; keep one of {ordered(rows['architecture'])}"
-        )
+        models = ordered(rows["architecture"])
+        raise WorkbenchError(f"coefficients of different architectures mean different things; keep one of {models}")
     layers = sorted(rows["layer"].dropna().unique())
     columns = min(len(layers), 2)
     count = -(-len(layers) // columns)
@@ -338,28 +308,19 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
             if curve.empty:
                 continue
             at = {"row": i // columns + 1, "col": i % columns + 1}
-            bars = {
-                "array": curve["max"] - curve["mean"], "arrayminus": curve["mean"] - curve["min"], "thickness": 0.6,
-                "width": 0,
-            }  # fmt: skip
-            caption = _source(part)
+            ends = {"array": curve["max"] - curve["mean"], "arrayminus": curve["mean"] - curve["min"]}
+            index, name = part.removeprefix("alpha_"), words(part)
+            if index.isdecimal():  # DenseFormer's weight of an earlier output
+                name = "embedding" if index == "0" else f"output of block {int(index) - 1}"
             figure.add_scatter(
-                x=curve.index, y=curve["mean"], error_y=bars, name=caption, line={"color": shade}, mode="lines",
-                legendgroup=part, showlegend=not any(t.legendgroup == part for t in figure.data), **at,
+                x=curve.index, y=curve["mean"], error_y={**ends, "thickness": 0.6, "width": 0}, name=name,
+                line={"color": shade}, mode="lines", legendgroup=part, showlegend=not any(t.legendgroup == part for t in figure.data), **at,
             )  # fmt: skip
             figure.update_xaxes(title_text="training step", **at)
     figure.update_yaxes(title_text="weight", col=1)
     outer_titles(figure, len(layers), columns)
     title = f"Learned coefficients of {label(rows['architecture'].iloc[0])}"
     return dressed(figure, title, subtitle(rows, "whisker: range over seeds"), 250 * count)
-
-
-def _source(part: str) -> str:
-    """Name the tensor that DenseFormer's weight `alpha_j` multiplies."""
-    index = part.removeprefix("alpha_")
-    if not index.isdecimal():
-        return words(part)
-    return "embedding" if index == "0" else f"output of block {int(index) - 1}"
 
 
 def pace_figure(frame: pd.DataFrame) -> go.Figure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -12,9 +11,9 @@ from workbench import plots
 from workbench.checkpoints.identify import RUN_FILE
 from workbench.claims import DECIDED
 from workbench.claims.all_verdicts import judge_all
+from workbench.claims.analysis import article
 from workbench.claims.collect import samples_of
 from workbench.claims.judging import Judged, chosen
-from workbench.claims.page import article
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
 from workbench.plots.page import Page, folded, heading, numbers_html, paragraph
@@ -34,10 +33,7 @@ BESIDE = {
 
 
 def up_to_date(page: Path, runs: Path) -> bool:
-    """Return whether a page is newer than the folder's runs, their records and this code.
-
-    A run that was taken away since is not missed: `workbench report` writes the page in any case.
-    """
+    """Return whether a page is newer than the folder's runs, their records and this code."""
     if not page.exists():
         return False
     code = Path(__file__).parents[1].rglob("*.py")
@@ -54,76 +50,59 @@ DISTANCES = {
 
 
 def write_report(runs: Path, out: Path) -> Path:
-    """Write the page and return its path; raises `BadData` where the folder has no run that can be read.
-
-    Verdicts come from stored records of the finished runs and equal the verdicts of `workbench analyze`.
-    """
-    found, problems = list_runs(runs)
-    sound = {run: tables for run in found if (tables := _tables(run, problems)) is not None}
-    found = list(sound)
-    if not found:
+    """Write the page from stored records of the finished runs, and return its path; raises `BadData` without a readable run."""
+    listed, problems = list_runs(runs)
+    tables = dict[Run, tuple[pd.DataFrame, pd.DataFrame]]()
+    for run in listed:
+        try:
+            records = load_records([run.path])
+            samples_of(run, records)
+            tables[run] = records, run.telemetry()
+        except BadCheckpoint as error:
+            problems[run.name] = str(error)
+    if not (readable := list(tables)):
         why = "".join(f"; {name}: {reason}" for name, reason in problems.items())
         raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`{why}")
-    frame, telemetry = (pd.concat(tables, ignore_index=True) for tables in zip(*sound.values(), strict=True))
-    judged = _verdicts(runs, {run.path.resolve() for run in found})
+    frame, telemetry = (pd.concat(parts, ignore_index=True) for parts in zip(*tables.values(), strict=True))
+    places = {run.path.resolve() for run in readable}
+    of = judge_all([e for e in catalogue(runs).entries if Path(e.path) in places]).of
+    judged = {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
     page = Page("workbench report")
-    names = ", ".join(sorted({run.architecture for run in found}))
+    names = ", ".join(sorted({run.architecture for run in readable}))
     opening = (
-        f"{len(found)} run{'s' * (len(found) > 1)}: {names}. Bands are the range over seeds; dashed lines are random init (step 0), "
+        f"{len(readable)} run{'s' * (len(readable) > 1)}: {names}. Bands are the range over seeds; dashed lines are random init (step 0), "
         "dotted ones the metric's own baseline. A value-residual model gives later layers a direct path to the first layer's "
         "values, which depend on the token alone."
     )
     page.add(heading("What these models show", 1), paragraph(opening))
     page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
-    _race(page, found, telemetry, judged)
-    _values(page, frame, judged)
-    _beside(page, frame, telemetry)
-    _claims(page, judged)
-    _provenance(page, found, frame, problems)
-    return page.write(out)
-
-
-def _tables(run: Run, problems: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    """A run's records and telemetry; None, and why in `problems`, where one of its tables cannot be read."""
-    try:
-        frame = load_records([run.path])
-        samples_of(run, frame)
-        return frame, run.telemetry()
-    except BadCheckpoint as error:
-        problems[run.name] = str(error)
-        return None
-
-
-def _verdicts(folder: Path, sound: Collection[Path]) -> dict[str, Judged]:
-    """Return each claim's verdict on the finished runs, by name; the page lists unfinished runs at its top."""
-    of = judge_all([e for e in catalogue(folder).entries if Path(e.path) in sound]).of
-    return {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
-
-
-def _race(page: Page, found: list[Run], telemetry: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
     losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
-    if losses.empty:
-        return
-    repeated = [data for run in found if (data := run.info.get("data") or {}).get("kind") == "repeated"]
-    drawn = {data.get("shortest") is not None for data in repeated}
-    note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
-    page.add(
-        heading("The race to induction"), article(judged[RACE]), paragraph(note),
-        page.figure(plots.race_figure(losses), "Loss where copying works; below half of its start a run has learnt it."),
-        numbers_html(formation_steps(losses)),
-    )  # fmt: skip
-
-
-def _values(page: Page, frame: pd.DataFrame, judged: Mapping[str, Judged]) -> None:
+    if len(losses):
+        repeated = [data for run in readable if (data := run.info.get("data") or {}).get("kind") == "repeated"]
+        drawn = {data.get("shortest") is not None for data in repeated}
+        note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
+        page.add(
+            heading("The race to induction"), article(judged[RACE]), paragraph(note),
+            page.figure(plots.race_figure(losses), "Loss where copying works; below half of its start a run has learnt it."),
+            numbers_html(formation_steps(losses)),
+        )  # fmt: skip
     share = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v")]
-    if share.empty:
-        return
-    caption = "Share of the variance of each layer's own values that the token's identity explains."
-    page.add(heading("What deep values carry"), article(judged[VALUES]))
-    page.add(page.figure(plots.plot(share), caption), numbers_html(share))
-    if len(ablated := frame[frame["metric"] == "value_ablation"]):
-        caption = "Validation loss when values are replaced by their mean per token, or by zero."
-        page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
+    if len(share):
+        caption = "Share of the variance of each layer's own values that the token's identity explains."
+        page.add(heading("What deep values carry"), article(judged[VALUES]))
+        page.add(page.figure(plots.plot(share), caption), numbers_html(share))
+        if len(ablated := frame[frame["metric"] == "value_ablation"]):
+            caption = "Validation loss when values are replaced by their mean per token, or by zero."
+            page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
+    _beside(page, frame, telemetry)
+    others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
+    if decided := [article(j) for j in others if j.verdict.status in DECIDED]:
+        page.add(heading("What the field claims, and what these runs say"), *decided)
+    if rest := [article(j) for j in others if j.verdict.status not in DECIDED]:
+        needs = folded(f"{len(rest)} claims, and what each would need", "".join(rest))
+        page.add(heading("Not resolvable with these runs"), needs)
+    _provenance(page, readable, frame, problems)
+    return page.write(out)
 
 
 def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
@@ -142,18 +121,6 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
     ):
         if len(rows := table[table["metric"] == metric]):
             page.add(page.figure(draw(rows), caption), numbers_html(rows[rows["step"] == rows["step"].max()]))
-
-
-def _claims(page: Page, judged: Mapping[str, Judged]) -> None:
-    """Sections of the other claims: decided ones, then, folded, claims that these runs cannot decide."""
-    others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
-    decided = [article(j) for j in others if j.verdict.status in DECIDED]
-    rest = [article(j) for j in others if j.verdict.status not in DECIDED]
-    if decided:
-        page.add(heading("What the field claims, and what these runs say"), *decided)
-    if rest:
-        needs = folded(f"{len(rest)} claims, and what each would need", "".join(rest))
-        page.add(heading("Not resolvable with these runs"), needs)
 
 
 def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) -> None:

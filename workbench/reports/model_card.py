@@ -34,12 +34,10 @@ CARD = "README.md"
 def push_to_hub(
     run: Run, repo: str, step: str | int = "last", *, private: bool | None = None, harness: Path | None = None, api: Any = None
 ) -> str:  # fmt: skip
-    """Upload a checkpoint, its tokenizer and its model card to a repository of the Hub, creating it if needed; returns the
-    address.
+    """Upload a checkpoint, its tokenizer and its model card to a repository of the Hub, and return its address.
 
     A vanilla transformer goes as a directory that transformers opens, any other model as its step, which `workbench.load` opens.
-    `harness`: results of lm-evaluation-harness, those beside the run (`harness.json`) unless given. `api`: another client than
-    `huggingface_hub.HfApi()`. Raises `NotCovered` for another library's model, `WorkbenchError` where the Hub refuses.
+    `harness`: results of lm-evaluation-harness, those beside the run (`harness.json`) unless given.
     """
     if (named := hub.split(repo)) is None or named[1] != hub.MAIN:
         raise BadData(f"{repo!r} is no name of a repository, as me/resformer-tiny")
@@ -48,7 +46,15 @@ def push_to_hub(
     (number,) = run.resolve(step if isinstance(step, str) else [step])
     client = api or HfApi()
     with tempfile.TemporaryDirectory() as place:
-        folder = _staged(run, number, Path(place) / "model")
+        folder = Path(place) / "model"
+        if run.architecture == "transformer":
+            export(run.load(number, device="cpu"), folder)
+        else:
+            with reading(run.step_folder(number)) as path:
+                shutil.copytree(path, folder, ignore=shutil.ignore_patterns(".*"))
+            for name in (TOKENIZER, SETTINGS):
+                if (run.path / name).exists():
+                    shutil.copyfile(run.path / name, folder / name)
         write_text(folder / CARD, card(run, number, named[0], harness))
         try:
             address = client.create_repo(named[0], private=private, exist_ok=True)
@@ -59,18 +65,6 @@ def push_to_hub(
     return str(address)
 
 
-def _staged(run: Run, step: int, folder: Path) -> Path:
-    """Write the files to upload into a folder."""
-    if run.architecture == "transformer":
-        return export(run.load(step, device="cpu"), folder)
-    with reading(run.step_folder(step)) as path:
-        shutil.copytree(path, folder, ignore=shutil.ignore_patterns(".*"))
-    for name in (TOKENIZER, SETTINGS):
-        if (run.path / name).exists():
-            shutil.copyfile(run.path / name, folder / name)
-    return folder
-
-
 def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
     """The card of a step in Markdown: architecture with its formula, options, shape, recipe, losses over seeds, evaluation, use."""
     known = architecture(run.architecture)
@@ -79,10 +73,14 @@ def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
         tags=["interpretability", *(["value-residual"] if known.value_path else []), *run.architecture.split("+")],
         pipeline_tag="text-generation" if run.tokenizer is not None else None,
     )
+    source = {key: value for key, value in run.info["data"].items() if isinstance(value, str | int | list)}
+    trained = (
+        f"Trained on: {', '.join(f'{key} {json.dumps(value, ensure_ascii=False)}' for key, value in source.items())}."
+    )
     origin = {"run": run.name, "step": step, "weights": run.weights_hash(step), "made": run.info.get("created")}
     sections = {
         "Architecture": [*formulas(run.architecture), _settings(run.options), _settings(asdict(run.model))],
-        "Training": [_data(run), "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
+        "Training": [trained, "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
         "Losses": [losses_text(run, step)],
         "Evaluation": [evaluation(harness or run.path / HARNESS, asked=harness is not None)],
         "Use": [USE.format(name=name, run=run.name)],
@@ -112,7 +110,8 @@ def formulas(name: str) -> list[str]:
 
 def losses_text(run: Run, step: int) -> str:
     """Validation losses in nats at a step, of this seed and of the others with the same settings; "" where none were written."""
-    alike = [other for other in list_runs(run.path.parent)[0] if _alike(other, run)]
+    recorded = [other for other in list_runs(run.path.parent)[0] if not other.recorded]
+    alike = [other for other in recorded if all(other.info.get(key) == run.info.get(key) for key in SAME)]
     rows = pd.concat([_validated(one, step) for one in alike if one.path != run.path] + [_validated(run, step)])
     if not len(mine := rows[rows["run"] == run.name]):
         return ""
@@ -125,10 +124,6 @@ def losses_text(run: Run, step: int) -> str:
     return _table(
         ("data", "loss in nats", "standard error", "documents", "mean over seeds (least to largest), seeds"), lines
     )
-
-
-def _alike(other: Run, run: Run) -> bool:
-    return all(other.info.get(key) == run.info.get(key) for key in SAME) and not other.recorded
 
 
 def _validated(run: Run, step: int) -> pd.DataFrame:
@@ -147,28 +142,20 @@ def evaluation(path: Path, asked: bool = True) -> str:
     if not isinstance(results, dict):
         raise BadData(f"{path} holds no results of lm-evaluation-harness")
     rows = []
-    for task, found in results.items():
-        for key, value in found.items() if isinstance(found, dict) else ():
+    for task, values in results.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
             metric, comma, filtered = key.partition(",")  # what has none is no metric: names, how many documents
             if comma and isinstance(value, int | float) and not metric.endswith("_stderr") and math.isfinite(value):
-                error = found.get(f"{metric}_stderr,{filtered}")
+                error = values.get(f"{metric}_stderr,{filtered}")
                 error = f"{error:.4f}" if isinstance(error, float) else ""
-                rows.append((task, metric, f"{value:.4f}", error, found.get("sample_len", "")))
+                rows.append((task, metric, f"{value:.4f}", error, values.get("sample_len", "")))
     return _table(("task", "metric", "value", "standard error", "documents"), rows) + "\n\nBy lm-evaluation-harness."
-
-
-def _data(run: Run) -> str:
-    data = run.info["data"]
-    told = {key: value for key, value in data.items() if isinstance(value, str | int | list)}
-    return f"Trained on: {', '.join(f'{key} {json.dumps(value, ensure_ascii=False)}' for key, value in told.items())}."
 
 
 def _settings(values: Mapping[str, Any]) -> str:
     """Return settings as one line of code each, without unset ones."""
-    said = [
-        f"`{key} = {json.dumps(value, default=str)}`" for key, value in values.items() if value not in (None, {}, [])
-    ]
-    return ", ".join(said)
+    known = {key: value for key, value in values.items() if value not in (None, {}, [])}
+    return ", ".join(f"`{key} = {json.dumps(value, default=str)}`" for key, value in known.items())
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:

@@ -1,10 +1,7 @@
-"""Catalogue of a folder of runs, one entry per run, read without opening a checkpoint.
+"""Catalogue of a folder of runs, one entry per run, read without opening a checkpoint; only changed runs are read again.
 
-    catalogue("runs").entries
-
-The index (`index.py`) stores the entries, and only runs that changed later are read again. Runs that changed within the
-second before they were read are read again too, since a second change may have the same time. A table that is overwritten in
-place does not change its folder's time, so every call also looks at the tables of some runs, in rotation.
+Runs that changed within the second before they were read are read again too, since a second change may have the same time. A table that
+is overwritten in place does not change its folder's time, so every call also looks at the tables of some runs, in rotation.
 """
 
 from __future__ import annotations
@@ -102,10 +99,8 @@ class Catalogue:
     folder: str
     entries: tuple[Entry, ...]
     problems: dict[str, str]
-    others: dict[str, int] = field(default_factory=dict)
-    """Other folders, and when they last changed, nanoseconds."""
-    turn: int = field(default=0, compare=False)
-    """Index of the run whose tables are looked at next."""
+    others: dict[str, int] = field(default_factory=dict)  # other folders, and when they last changed, nanoseconds
+    turn: int = field(default=0, compare=False)  # index of the run whose tables are looked at next
 
     @cached_property
     def by_path(self) -> dict[str, Entry]:
@@ -142,13 +137,19 @@ class Catalogue:
 
 
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
-    """Return the runs under a folder; unchanged runs come from `known` or from the index. An absent folder is empty.
-
-    Returns `known` itself if nothing changed.
-    """
+    """Return the runs under a folder; unchanged ones come from `known`, returned itself if nothing changed, or the index."""
     root = mirror.folder(folder).resolve()
     mirror.refresh(root)
-    old = known if known is not None and known.folder == str(root) else _read(root)
+    if (old := known) is None or old.folder != str(root):
+        stored = []
+        for part in Index(root).read(KIND, ("",)):
+            place = Path(part.run)
+            with contextlib.suppress(*DAMAGE):
+                values = json.loads(part.value) | {"name": place.name, "path": str(root / place)}
+                inside = 0 < len(place.parts) < 3 and ".." not in part.run and not place.is_absolute()
+                if part.state == VERSION and inside:
+                    stored.append(_sound(Entry(**values | {k: tuple(values[k]) for k in TUPLES})))
+        old = Catalogue(str(root), tuple(sorted(stored, key=lambda e: Path(e.path).parts)), {})
     entries, problems = [], {}
     try:
         folders, others = _folders(str(root), old.by_path, old.others)
@@ -173,7 +174,7 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
     if len(entries) == len(old.entries) and all(a is b for a, b in zip(entries, old.entries, strict=True)):
         old.problems, old.others = problems, others
         return old
-    result = Catalogue(str(root), tuple(_with_series(entries)), problems, others, old.turn)
+    result = Catalogue(str(root), tuple(named_series(entries)), problems, others, old.turn)
     if root.is_dir():
         values = {e.path.removeprefix(f"{root}/"): json.dumps(dataclasses.asdict(e)).encode() for e in result.entries}
         Index(root).write(KIND, None, [IndexRow(KIND, "", run, VERSION, value) for run, value in values.items()])
@@ -247,7 +248,7 @@ def _sound(entry: Entry) -> Entry:
             raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
     json.dumps(
         dataclasses.asdict(entry), ensure_ascii=False
-    ).encode()  # raises for text that is not Unicode and for endless nesting
+    ).encode()  # raises for text that is not Unicode, endless nesting
     return entry
 
 
@@ -275,25 +276,30 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
         )  # fmt: skip
     model, train, data = run.model, run.train, run.info["data"]
     kind = str(data["kind"])
+    tasks = {
+        "repeated": "random tokens, written twice", "backcopy": "random tokens where some marks repeat the token before them",
+        "tokens": "token ids from files", "imported": "imported checkpoints, data unknown",
+    }  # fmt: skip
+    task = tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
     return Entry(
         **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
         group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
-        title=f"{_words(kind, data)}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
+        title=f"{task}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
         n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
         observed=run.observed, shipped=run.shipped,
     )  # fmt: skip
 
 
-def _words(kind: str, data: dict[str, Any]) -> str:
-    tasks = {
-        "repeated": "random tokens, written twice", "backcopy": "random tokens where some marks repeat the token before them",
-        "tokens": "token ids from files", "imported": "imported checkpoints, data unknown",
-    }  # fmt: skip
-    return tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
+def named_series(entries: list[Entry]) -> Iterable[Entry]:
+    """Name each series by the options in which runs of its group and architecture differ, without commas, as links need."""
 
+    def in_short(value: Any) -> str:
+        if not isinstance(value, list):
+            return str(value)
+        numbered = len(value) > 2 and all(isinstance(one, int) for one in value)
+        neighbours = numbered and value == list(range(value[0], value[0] + len(value)))
+        return f"{value[0]}-{value[-1]}" if neighbours else "+".join(map(str, value))
 
-def _with_series(entries: list[Entry]) -> Iterable[Entry]:
-    """Name each series by the options in which runs of its group and architecture differ."""
     kin: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         kin.setdefault((entry.group, entry.architecture), []).append(entry)
@@ -303,7 +309,7 @@ def _with_series(entries: list[Entry]) -> Iterable[Entry]:
             continue
         options, alike = entry.options, kin[entry.group, entry.architecture]
         differing = sorted(k for k in options if any(other.options.get(k) != options[k] for other in alike))
-        suffix = "".join(f" {k}={_in_short(options[k])}" for k in differing)
+        suffix = "".join(f" {k}={in_short(options[k])}" for k in differing)
         if entry.imported and sum(other.seed == entry.seed for other in alike) == len(alike):
             suffix += (
                 f" · {entry.name}"  # seeds that were given group runs of one model; others are models of their own
@@ -331,40 +337,13 @@ def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
         parts = (info.get(what) or {} for what in ("data", "model", "train"))
         flat = {key: value for part in parts for key, value in part.items() if key not in IGNORED}
         settings.setdefault(runs[0].kind, {})[group] = flat
-    return {group: _unusual(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}
 
+    def unusual(own: dict[str, Any], alike: list[dict[str, Any]]) -> str:
+        values = {key: [other.get(key) for other in alike] for key in {**WORDS, **own}}
+        parts = []
+        for key, all_ in values.items():
+            if (value := own.get(key)) != max(all_, key=all_.count):
+                parts.append(WORDS.get(key, f"{key.replace('_', ' ')} {{}}").format("none" if value is None else value))
+        return ", ".join(parts)
 
-def _unusual(settings: dict[str, Any], alike: list[dict[str, Any]]) -> str:
-    """Return the settings that differ from the most frequent ones."""
-    values = {key: [other.get(key) for other in alike] for key in {**WORDS, **settings}}
-    differing = [key for key, all_ in values.items() if settings.get(key) != max(all_, key=all_.count)]
-    plain = (WORDS.get(key, f"{key.replace('_', ' ')} {{}}") for key in differing)
-    return ", ".join(
-        text.format("none" if (value := settings.get(key)) is None else value)
-        for key, text in zip(differing, plain, strict=True)
-    )
-
-
-def _in_short(value: Any) -> str:
-    """Return an option without commas, which separate names in links; neighbouring layers become a range."""
-    if not isinstance(value, list):
-        return str(value)
-    numbered = len(value) > 2 and all(isinstance(one, int) for one in value)
-    together = numbered and value == list(range(value[0], value[0] + len(value)))
-    return f"{value[0]}-{value[-1]}" if together else "+".join(map(str, value))
-
-
-def _read(root: Path) -> Catalogue:
-    """Return the valid entries of the index."""
-    entries = []
-    for part in Index(root).read(KIND, ("",)):
-        with contextlib.suppress(*DAMAGE):
-            stored = json.loads(part.value) | {"name": Path(part.run).name, "path": str(root / part.run)}
-            if (
-                part.state == VERSION
-                and ".." not in part.run
-                and 0 < len(Path(part.run).parts) < 3
-                and part.run[0] != "/"
-            ):
-                entries.append(_sound(Entry(**stored | {k: tuple(stored[k]) for k in TUPLES})))
-    return Catalogue(str(root), tuple(sorted(entries, key=lambda e: Path(e.path).parts)), {})
+    return {group: unusual(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}

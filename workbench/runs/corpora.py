@@ -13,10 +13,7 @@ from workbench.storage.mirror import push, reading
 
 @functools.lru_cache(maxsize=2)
 def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
-    """Return a corpus and its tokenizer, built once per folder of runs and shared by all processes.
-
-    `settings` go to `prepare`. `name` names the pointer to the corpus in the folder of runs; default a digest of the settings.
-    """
+    """Return a corpus and its tokenizer, built once per folder of runs; `settings` go to `prepare`, `name` names its file."""
     from filelock import FileLock
 
     from workbench.data.sources import open_data, prepare

@@ -13,14 +13,7 @@ from typing import Any
 
 from workbench.checkpoints import builders, hub
 from workbench.checkpoints.format import Format, formats
-from workbench.checkpoints.identify import (
-    RUN_FILE,
-    WEIGHTS,
-    Checkpoint,
-    checkpoints_at,
-    is_checkpoint,
-    step_in_name,
-)
+from workbench.checkpoints.identify import RUN_FILE, WEIGHTS, Checkpoint, checkpoints_at, is_checkpoint, step_in_name
 from workbench.checkpoints.infer import Given
 from workbench.checkpoints.lora import read_merged
 from workbench.checkpoints.opening import open_state
@@ -45,34 +38,17 @@ def import_run(
     config: Mapping[str, Any] | None = None, builder: str | None = None, seed: int | None = None,
     progress: Progress | None = None, key: str = "", strip_prefix: str = "", **options: Any,
 ) -> Run:  # fmt: skip
-    """Import one checkpoint or a series as a run, one model in memory at a time.
+    """Import one checkpoint or a series as a run, one model in memory at a time; `workbench import` explains the arguments.
 
     A model that our decoder does not implement is stored as a transformers model and observed from outside, with an
-    `ObservedInstead` warning. The run's folder appears complete or not at all.
-
-    Args:
-        path: Checkpoint, folder, glob, or pattern with a `step` group.
-        runs: Folder of runs.
-        name: Name of the run; default the checkpoint's or the folder's name.
-        architecture: Architecture of our decoder; default the one stored in the checkpoint.
-        config: Settings that replace the settings of the checkpoint.
-        builder: Your function `package.module:function` that builds the module (`workbench.checkpoints.builders`).
-        seed: Seed to distinguish runs of one model; default the stored one, else 0.
-        progress: Called with (done, total, description).
-        key: Entry of a file that holds the weights, as in `workbench.load`.
-        strip_prefix: Prefix to remove from tensor names, as in `workbench.load`.
-        **options: Options of the architecture.
-
-    Returns:
-        The run. A checkpoint without a step becomes step 0.
-
-    Raises:
-        BadCheckpoint: The steps belong to different models.
-        NotCovered: No installed library computes this model.
-        WorkbenchError: The name is taken.
+    `ObservedInstead` warning. The run's folder appears complete or not at all. A checkpoint without a step becomes step 0.
     """
     checkpoints = _checkpoints(locate(path).with_weights(), key, strip_prefix)
-    place = place_of(runs, name or hub.short_name(str(path)) or _name([c.path for c in checkpoints]))
+    only = checkpoints[0].path  # else the folder that holds the series names it
+    parents = (set(checkpoint.path.resolve().parents) for checkpoint in checkpoints)
+    above = max(set.intersection(*parents), key=lambda folder: len(folder.parts)).name
+    own = above if len(checkpoints) > 1 else only.name if only.is_dir() else only.stem
+    place = place_of(runs, name or hub.short_name(str(path)) or own)
     if place.exists():
         raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
     if builder and (architecture or options):
@@ -91,7 +67,13 @@ def import_run(
                 model = builders.observed_of(builder, state, config) if builder else open_state(state, given)
             facts = _facts(model)
             first = first or facts | {"seed": model.source.get("seed") if seed is None else seed}
-            _refuse_other(first, facts, checkpoints[0].path, source)
+            for what in ("observed", "shapes") if first["observed"] else ("architecture", "options", "config"):
+                if (one := first[what]) == (other := facts[what]):
+                    continue
+                if what == "shapes":  # facts inferred from values, such as heads, may differ at step 0
+                    odd = sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
+                    one, other = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, other))
+                raise BadCheckpoint(f"{only} and {source} are not steps of one model: {what} {one} and {other}")
             first |= (
                 facts if first["observed"] else {}
             )  # options inferred from values are most reliable in trained weights
@@ -100,7 +82,14 @@ def import_run(
             first.setdefault("origins", {})[step] = origin
             _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
         _copy_tokenizer(source, folder, first["config"].d_vocab, formats().get(first["form"]))
-        _describe(folder, first, step, path)
+        shape = first["config"]
+        write_json(folder / RUN_FILE, {
+            "format": FORMAT, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
+            "model": asdict(shape), "train": asdict(TrainConfig(steps=step or 1, batch=1, T=min(LENGTH, shape.n_ctx))),
+            "data": {"kind": "imported", "domains": ["unknown"]},
+            "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"], "origins": first["origins"]},
+            **({"observed": first["observed"]} if first["observed"] else {}), **written_now(),
+        })  # fmt: skip
     push(place)
     return Run.open(place)
 
@@ -152,30 +141,6 @@ def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkp
     return [replace(checkpoints[0], path=checkpoints[0].path.resolve(), step=step)]
 
 
-def _refuse_other(first: dict[str, Any], other: dict[str, Any], a: Path, b: Path) -> None:
-    for what in ("observed", "shapes") if first["observed"] else ("architecture", "options", "config"):
-        if first[what] == other[what]:
-            continue
-        one, two = first[what], other[what]
-        if what == "shapes":  # facts inferred from values, such as heads, may differ at step 0
-            odd = sorted(n for n in one.keys() | two.keys() if one.get(n) != two.get(n))
-            one, two = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, two))
-        raise BadCheckpoint(f"{a} and {b} are not steps of one model: {what} {one} and {two}")
-
-
-def _describe(folder: Path, first: dict[str, Any], last: int, path: str | Path) -> None:
-    config = first["config"]
-    info = {
-        "format": FORMAT, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
-        "model": asdict(config), "train": asdict(TrainConfig(steps=last or 1, batch=1, T=min(LENGTH, config.n_ctx))),
-        "data": {"kind": "imported", "domains": ["unknown"]},
-        "imported": {"from": str(path), "assumed": first["assumed"], "format": first["form"], "origins": first["origins"]},
-        **({"observed": first["observed"]} if first["observed"] else {}),
-        **written_now(),
-    }  # fmt: skip
-    write_json(folder / RUN_FILE, info)
-
-
 def _copy_tokenizer(last: Path, to: Path, d_vocab: int, form: Format | None) -> None:
     if form and form.tokenizer:
         if (tokenizer := form.tokenizer(last, d_vocab)) is not None:
@@ -200,11 +165,3 @@ def _appearing(folder: Path) -> Iterator[Path]:
         raise WorkbenchError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _name(paths: list[Path]) -> str:
-    """Return the name of the only checkpoint, or of the folder that contains a series."""
-    if len(paths) == 1:
-        return paths[0].name if paths[0].is_dir() else paths[0].stem
-    parents = [set(path.resolve().parents) for path in paths]
-    return max(set.intersection(*parents), key=lambda path: len(path.parts)).name

@@ -1,10 +1,8 @@
 """The index of a folder of runs: one SQLite file that a server reads in place of thousands of small files.
 
-    runs/.index.sqlite
-
-A row holds a run's catalogue entry, a run's place in a batch, or one metric of a batch of runs as a compressed Arrow table.
-The column `state` identifies the run's files at the time of reading. The checksum covers the complete row, since SQLite checks
-no contents. A damaged file is deleted and built again. The index of a shipped or read-only folder is in the user's cache.
+A row holds a run's catalogue entry, a run's place in a batch, or one metric of a batch of runs as a compressed Arrow table. `state`
+identifies the run's files at the time of reading; the checksum covers the row, since SQLite checks no contents. A damaged file is built
+again. The index of a shipped or read-only folder is in the user's cache.
 """
 
 from __future__ import annotations
@@ -80,10 +78,7 @@ class Index:
                     yield result
 
     def write(self, kind: str, runs: Collection[str] | None, rows: Sequence[IndexRow]) -> bool:
-        """Replace all rows of a kind for some runs; `runs=None` replaces all, and removes runs without a row everywhere.
-
-        Returns False if the file cannot be written.
-        """
+        """Replace all rows of a kind for some runs (None: all, and drop runs without a row); False if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:

@@ -1,11 +1,7 @@
 """Tidy table of records, and its store: one Parquet file per (weights, data).
 
-A record holds a metric, its axes, unit and error, and the weights, data and code it was measured with.
-Columns that do not apply are null; step 0 is random init; `se` and `n` count documents.
-
-A metric's `version` is part of the provenance of its rows; rows without a version are older than version 1. Readers get the
-newest version of every metric of a run (`newest`). Measuring a metric again replaces older rows of the same weights and data
-(`Store.put`). `one_sample` then selects one of several sets of documents.
+Columns that do not apply are null; step 0 is random init; `se` and `n` count documents. Readers get the newest version of every metric
+of a run (`newest`), as its provenance states it, and `one_sample` then selects one of several sets of documents.
 """
 
 from __future__ import annotations
@@ -147,10 +143,7 @@ def table_bytes(path: Path) -> bytes:
 
 
 def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequence[str] = ()) -> pa.Table:
-    """Read the rows of some files, texts dictionary-encoded; empty columns and those named in `without` are left out.
-
-    Raises `BadCheckpoint` naming a file that cannot be read, or that lacks a column that is `needed`.
-    """
+    """Read the rows of some files, texts dictionary-encoded; empty columns and those named in `without` are left out."""
     import pyarrow as pa
 
     tables = [_columns(file, needed, without) for file in files]
@@ -198,10 +191,7 @@ def concatenated(tables: Sequence[pa.Table]) -> pa.Table:
 
 @contextmanager
 def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """Open a table's file and verify its checksums; the columns `numbered` are read as dictionaries.
-
-    Raises `BadCheckpoint` naming a file that cannot be opened or read.
-    """
+    """Open a table's file and verify its checksums; the columns `numbered` are read as dictionaries."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -225,37 +215,28 @@ def damage() -> tuple[type[Exception], ...]:
 
 
 def checked_records(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:
-    """Return the record columns of an Arrow table in their documented types, without all other columns.
-
-    Raises `BadCheckpoint` naming the file, and the column that is missing or has another type.
-    """
+    """Return the record columns of an Arrow table in their documented types; raises `BadCheckpoint` naming the file."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     if missing := set(needed) - set(table.column_names):
         raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
     columns, name = {}, ""
     try:
         for name in dict.fromkeys(c for c in table.column_names if c in KNOWN):
-            columns[name] = _of_our_type(table[name], name)
+            column, kind = table[name], table[name].type
+            if name in TEXT:
+                text = kind.value_type if pa.types.is_dictionary(kind) else kind
+                columns[name] = column if text in (pa.string(), pa.large_string()) else column.cast(pa.string())
+                continue
+            if name in WHOLE and pa.types.is_floating(kind):  # how tables without whole numbers leave gaps
+                column = pc.if_else(pc.is_nan(column), None, column)
+            columns[name] = column.cast(pa.int64() if name in WHOLE else pa.float64())
         table = pa.table(columns)
         table.validate(full=True)  # raises for text that is not Unicode
     except (KeyError, pa.ArrowException) as error:
         raise BadCheckpoint(f"{path} is no table of records: column {name}: {error}") from error
     return table
-
-
-def _of_our_type(column: Any, name: str) -> Any:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = column.type
-    if name in TEXT:
-        text = kind.value_type if pa.types.is_dictionary(kind) else kind
-        return column if pa.types.is_string(text) or pa.types.is_large_string(text) else column.cast(pa.string())
-    if name in WHOLE and pa.types.is_floating(kind):  # how tables without whole numbers leave gaps
-        column = pc.if_else(pc.is_nan(column), None, column)
-    wanted = pa.int64() if name in WHOLE else pa.float64()
-    return column if kind == wanted else column.cast(wanted)
 
 
 def facts(provenance: Any) -> dict[str, Any]:
@@ -301,10 +282,7 @@ def newest(table: pa.Table) -> pa.Table:
 
 
 def run_records(folder: Path) -> pa.Table:
-    """Return a run's records, in the newest version of every metric.
-
-    Raises `BadCheckpoint` naming a file that cannot be read or holds no records.
-    """
+    """Return a run's records, in the newest version of every metric."""
     return newest(read_tables(record_files(folder), NEEDED))
 
 
@@ -317,8 +295,7 @@ def load_records(folders: Iterable[Path]) -> pd.DataFrame:
 def one_sample(frame: pd.DataFrame) -> pd.DataFrame:
     """Select one set of documents for each run and metric: own data first, then the latest step, most steps, most documents.
 
-    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged. The hash decides
-    between sets that are equal in all of this.
+    A run that was measured on 32 and on 64 documents has records of both, which must not be averaged.
     """
     samples = {text: str(facts(text).get("data", "")) for text in frame["provenance"].dropna().unique()}
     each = frame[["run", "metric", "provenance"]].drop_duplicates()
@@ -340,10 +317,9 @@ SHIPPED_RECORDS = "all.parquet"
 
 
 class Store:
-    """Measured records in a folder, addressed by weights, data, metric and version.
+    """Measured records in a folder: `<weights>-<data>.parquet` and `.samples.parquet`, replaced atomically, under a writer's lock.
 
-    One pair of files per (weights, data): `<weights>-<data>.parquet` and `.samples.parquet`. A lock file serialises writers.
-    Readers need no lock, since files are replaced atomically. Runs that ship have the records of all their steps in `all.parquet`.
+    Runs that ship have the records of all their steps in `all.parquet`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -367,10 +343,7 @@ class Store:
         return stored
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Replace the rows of the same metrics in this or an older version.
-
-        Raises `WorkbenchError` if the folder cannot be written.
-        """
+        """Replace the rows of the same metrics in this or an older version; raises `WorkbenchError` if they cannot be written."""
         versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
         try:
             with FileLock(self.folder / ".lock", timeout=60):  # which makes the folder

@@ -1,7 +1,4 @@
-"""A run folder: `run.json`, `tokenizer.json`, `telemetry/*.parquet`, `step_000500/`, `resume/`, `records/`.
-
-Files appear complete or not at all, so a run can be read at any time.
-"""
+"""A run folder: `run.json`, `tokenizer.json`, `telemetry/*.parquet`, `step_000500/`, `resume/`, `records/`; files appear complete."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ from workbench.storage.mirror import address_of, folder, reading, refresh
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
 MAX_WHOLE = 2**53  # largest whole number that tables and pages can hold
-STUDY = "provenance.json"
-"""File in a folder that holds the runs of one study."""
+STUDY = "provenance.json"  # file in a folder that holds the runs of one study
 LOG_FACTS = (
     "parameters", "tokens_per_step", "data", "batch", "T", "lr", "lr_final", "warmup", "weight_decay", "n_layers", "d_model", "n_heads",
     "d_mlp", "d_vocab",
@@ -51,10 +47,7 @@ PATIENCE = 0.5  # seconds a writer waits: `is_locked` holds the lock for an inst
 
 
 def runs_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of runs: the given one, else `$WORKBENCH_RUNS`, else `./runs`; for a URL its local copy.
-
-    Raises `WorkbenchError` for endless links and URLs of an unknown kind.
-    """
+    """Return the folder of runs: the given one, else `$WORKBENCH_RUNS`, else `./runs`; for a URL its local copy."""
     named = folder(given or variable(RUNS, "runs"))
     try:
         return named.resolve()

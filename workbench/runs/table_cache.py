@@ -1,8 +1,4 @@
-"""Cache of many runs' records and telemetry: each file is read once into compact columns.
-
-The command line, the views and the dashboard read runs through these two caches. A run is read again only when its stamp has
-changed. Answers are shared between threads, so callers must not write to them.
-"""
+"""Cache of many runs' records and telemetry, shared between threads: each file is read once into compact columns."""
 
 from __future__ import annotations
 
@@ -11,9 +7,10 @@ import json
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -21,7 +18,6 @@ import pandas as pd
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
 from workbench.runs.index import Index, IndexRow
-from workbench.runs.recent import Recent, bytes_of
 from workbench.runs.records import (
     COLUMNS,
     NEEDED,
@@ -44,10 +40,44 @@ BATCH = 100  # runs that are held in memory before they are moved to the index
 ANSWERED = {"run": "name", "architecture": "series"}
 """Columns that an answer fills in, and the attribute of the entry that each one holds."""
 
-ByMetric = dict[str, list[Any]]
-"""Arrow tables of each metric."""
-File = tuple[str, int, int]
-"""A file's name, modification time and size."""
+ByMetric = dict[str, list[Any]]  # arrow tables of each metric
+File = tuple[str, int, int]  # A file's name, modification time and size
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Cache of values by key: evicts least recently used entries until their total `size` is within `budget`, never the newest."""
+
+    def __init__(self, budget: int, size: Callable[[V], int]) -> None:
+        self.budget, self.size, self.all = budget, size, 0
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the cached value of a key, or cache the result of `make`."""
+        if key not in self._entries:
+            value = make()
+            self._entries[key] = value, self.size(value)
+            self.all += self._entries[key][1]
+            while len(self) > 1 and self.all > self.budget:
+                self.all -= self._entries.popitem(last=False)[1][1]
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._entries.clear()
+        self.all = 0
+
+
+def bytes_of(frame: pd.DataFrame) -> int:
+    """Return the memory of a table's columns in bytes."""
+    return int(frame.memory_usage(index=False).sum())
 
 
 class Indexed(NamedTuple):
@@ -59,10 +89,7 @@ class Indexed(NamedTuple):
 
 
 class TableCache(ABC):
-    """Tables of runs by path and metric; `kind` names them in messages. Several threads may read at once.
-
-    `folder`: the folder of runs whose index stores the tables that were read; None keeps all of them in memory.
-    """
+    """Tables of runs by path and metric; the index of `folder` stores them (None: all stay in memory). Answers are read-only."""
 
     kind: str
 
@@ -98,33 +125,43 @@ class TableCache(ABC):
     def rows(
         self, entries: Sequence[Entry], metrics: Sequence[str] | None = None
     ) -> tuple[pd.DataFrame, dict[str, str]]:
-        """Return rows of runs (all, or of some metrics), `architecture` being the series; and why other runs have none.
-
-        The column `provenance` is categorical: each of a million rows holds one number.
-        """
-        key = _key(entries), None if metrics is None else tuple(metrics)
+        """Return rows of runs (all, or of some metrics), `architecture` being the series; and why other runs have none."""
+        key = tuple((e.path, e.series, e.stamp) for e in entries), None if metrics is None else tuple(metrics)
         with self.lock:
             return self.answers.get(key, lambda: self._answer(entries, metrics))
 
     def _answer(self, entries: Sequence[Entry], metrics: Sequence[str] | None) -> tuple[pd.DataFrame, dict[str, str]]:
+        import pyarrow as pa
+
         self._gather(entries)
-        stored = self._stored([e for e in entries if not self._in_memory(e)], metrics)
-        if stored is None:  # a row of the index is gone or damaged: the files are read instead
+        indexed = {name: self.indexed[name] for name in (self._name(e) for e in entries if not self._in_memory(e))}
+        names = {m for run in indexed.values() for m in run.places if metrics is None or m in metrics}
+        parts = self._parts(names, {run.batch for run in indexed.values()})
+        batches = {(part.metric, part.run): pa.ipc.open_stream(part.value).read_all() for part in parts}
+        wanted = {
+            name: [(m, run.batch, place) for m, place in run.places.items() if m in names]
+            for name, run in indexed.items()
+        }
+        lost = [name for name, places in wanted.items() if any((m, b) not in batches for m, b, _ in places)]
+        for name in lost:
+            del self.indexed[name]
+        if lost:  # a row of the index is gone or damaged: the files are read instead
             return self._answer(entries, metrics)
+        stored = {name: [batches[m, b].slice(*place) for m, b, place in places] for name, places in wanted.items()}
         tables, lengths, problems = list[Any](), [], dict[str, str]()
         for entry in entries:
             run = self.runs[entry.path][1] if self._in_memory(entry) else {}
             if isinstance(run, str):
                 problems[entry.name], run = run, {}
-            parts = stored.get(self._name(entry)) or [
+            own = stored.get(self._name(entry)) or [
                 t for name, group in run.items() if metrics is None or name in metrics for t in group
             ]
-            tables += parts
-            lengths.append(sum(map(len, parts)))
+            tables += own
+            lengths.append(sum(map(len, own)))
         if not sum(lengths):
             return records([]), problems
-        names = {column: [str(getattr(e, attribute)) for e in entries] for column, attribute in ANSWERED.items()}
-        return _frame(concatenated(tables), names, lengths), problems
+        answered = {column: [str(getattr(e, attribute)) for e in entries] for column, attribute in ANSWERED.items()}
+        return _frame(concatenated(tables), answered, lengths), problems
 
     def _in_memory(self, entry: Entry) -> bool:
         return self.runs.get(entry.path, (None,))[0] == entry.stamp
@@ -154,7 +191,9 @@ class TableCache(ABC):
         self._move(fresh)
 
     def _move(self, entries: list[Entry]) -> None:
-        """Move tables from memory to the index as one batch, and empty the list."""
+        """Move tables from memory to the index as one batch of compressed Arrow tables, and empty the list."""
+        import pyarrow as pa
+
         runs = {self._name(e): tables for e in entries if not isinstance(tables := self.runs[e.path][1], str)}
         metrics = sorted({metric for tables in runs.values() for metric in tables})
         lengths = {metric: [sum(map(len, tables.get(metric, ()))) for tables in runs.values()] for metric in metrics}
@@ -164,8 +203,15 @@ class TableCache(ABC):
             indexed[name] = Indexed(_state(entry), batch, places)
         parts = [IndexRow(self.kind, "", name, s.state, json.dumps(s[1:]).encode()) for name, s in indexed.items()]
         for metric in metrics:
-            value = _packed([t for tables in runs.values() for t in tables.get(metric, ())])
-            parts.append(IndexRow(self.kind, metric, batch, "", value))
+            table, file = (
+                concatenated([t for tables in runs.values() for t in tables.get(metric, ())]),
+                pa.BufferOutputStream(),
+            )
+            columns = {n: table[n].cast("string") if n in TEXT else table[n] for n in table.column_names}
+            table = encoded(pa.table(columns))  # without the texts of other metrics
+            with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+                stream.write_table(table)
+            parts.append(IndexRow(self.kind, metric, batch, "", bytes(file.getvalue())))
         if indexed and self.index and self.index.write(self.kind, list(indexed), parts):
             self.indexed |= indexed
             for entry in entries:
@@ -173,50 +219,12 @@ class TableCache(ABC):
                 self.files.pop(Path(entry.path), None)
         entries.clear()
 
-    def _stored(self, entries: Sequence[Entry], metrics: Sequence[str] | None) -> dict[str, list[pa.Table]] | None:
-        """Return tables of indexed runs; None if a row of the index is lost, so that its runs must be read from their files."""
-        import pyarrow as pa
-
-        runs = {name: self.indexed[name] for name in map(self._name, entries)}
-        names = {m for run in runs.values() for m in run.places if metrics is None or m in metrics}
-        batches = {
-            (p.metric, p.run): pa.ipc.open_stream(p.value).read_all()
-            for p in self._parts(names, {r.batch for r in runs.values()})
-        }
-        tables, lost = dict[str, list[Any]](), list[str]()
-        for name, run in runs.items():
-            wanted = {m: place for m, place in run.places.items() if m in names}
-            if all((metric, run.batch) in batches for metric in wanted):
-                tables[name] = [batches[metric, run.batch].slice(*place) for metric, place in wanted.items()]
-            else:
-                lost.append(name)
-        for name in lost:
-            del self.indexed[name]
-        return None if lost else tables
-
     def _parts(self, metrics: Collection[str], runs: Collection[str] | None = None) -> Iterable[IndexRow]:
         return self.index.read(self.kind, metrics, runs) if self.index and metrics else ()
 
 
-def _key(entries: Iterable[Entry]) -> tuple[Any, ...]:
-    """Return a key that changes with the runs."""
-    return tuple((e.path, e.series, e.stamp) for e in entries)
-
-
 def _state(entry: Entry) -> str:
     return " ".join(map(str, entry.stamp))
-
-
-def _packed(tables: Sequence[pa.Table]) -> bytes:
-    """Return the rows of one metric as compressed Arrow, without the texts of other metrics."""
-    import pyarrow as pa
-
-    table, file = concatenated(tables), pa.BufferOutputStream()
-    columns = {name: table[name].cast("string") if name in TEXT else table[name] for name in table.column_names}
-    table = encoded(pa.table(columns))
-    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
-        stream.write_table(table)
-    return bytes(file.getvalue())
 
 
 def _frame(table: pa.Table, names: dict[str, list[str]], lengths: Sequence[int]) -> pd.DataFrame:

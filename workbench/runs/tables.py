@@ -1,7 +1,4 @@
-"""Tables in common formats: pandas and Arrow in memory, Parquet, Arrow, CSV and JSON on disk.
-
-Returned tables are pandas tables, which Arrow libraries accept: `pyarrow.table(frame)`, `polars.from_arrow(frame)`.
-"""
+"""Tables in common formats: pandas and Arrow in memory, Parquet, Arrow, CSV and JSON on disk."""
 
 from __future__ import annotations
 
@@ -66,7 +63,8 @@ def read_records(path: Path) -> pd.DataFrame:
         raise BadData(f"{path} cannot be read: {error}") from error
 
 
-def _arrow(frame: pd.DataFrame, out: Path) -> None:
+def write_feather(frame: pd.DataFrame, out: Path) -> None:
+    """Write a table as an Arrow file."""
     import pyarrow as pa
     import pyarrow.feather
 
@@ -76,7 +74,7 @@ def _arrow(frame: pd.DataFrame, out: Path) -> None:
 
 WRITERS: dict[str, Callable[[pd.DataFrame, Path], None]] = {
     ".parquet": write_parquet,
-    ".arrow": _arrow,
+    ".arrow": write_feather,
     ".csv": lambda frame, out: write_text(out, frame.to_csv(index=False)),
     ".json": lambda frame, out: write_text(out, frame.to_json(orient="records", double_precision=15)),
 }

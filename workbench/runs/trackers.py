@@ -1,10 +1,7 @@
 """Export of numbers to W&B, TensorBoard and MLflow, through their own clients.
 
 workbench.Recorder(model, to="wandb")          # into the loop's own W&B run where one is open, else into an offline run
-workbench.train(..., log="tensorboard")        # event files in the run's `tensorboard/`
 export_log(run, "mlflow")                      # the stored numbers of a run
-
-Trackers show a number as `workbench/METRIC/PART/LAYER/hHEAD`, without the parts it lacks, at its optimiser step.
 """
 
 from __future__ import annotations
@@ -46,23 +43,17 @@ class WandbSink:
     def __init__(self, folder: Path, info: Mapping[str, Any], start: int | None) -> None:
         import wandb
 
-        self.own = None if wandb.run is not None else self._opened(folder, info)
+        mode: Any = variable(WANDB_MODE, "offline")
+        quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True)
+        self.own = None if wandb.run is not None else wandb.init(
+            project=variable(WANDB_PROJECT, PROJECT), name=folder.name, id=run_identity(folder, info), resume="allow",
+            dir=folder, mode=mode, config=dict(info), settings=quiet,
+        )  # fmt: skip
         run: Any = self.own or wandb.run
         self.run = run
         # a separate axis: W&B drops steps before the latest one, and the loop may have logged later steps
         self.run.define_metric("workbench/step", hidden=True)
         self.run.define_metric("workbench/*", step_metric="workbench/step")
-
-    @staticmethod
-    def _opened(folder: Path, info: Mapping[str, Any]) -> Any:
-        import wandb
-
-        mode: Any = variable(WANDB_MODE, "offline")
-        quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True)
-        return wandb.init(
-            project=variable(WANDB_PROJECT, PROJECT), name=folder.name, id=run_identity(folder, info), resume="allow",
-            dir=folder, mode=mode, config=dict(info), settings=quiet,
-        )  # fmt: skip
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Log all numbers of a step at once."""
@@ -178,11 +169,10 @@ def send_rows(trackers: Sequence[Tracker], frame: pd.DataFrame) -> None:
 
 
 def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
-    """Export a run's telemetry and records to a tracker, and return how many numbers were exported.
+    """Export a run's telemetry and records to a tracker, always to the same run there, and return how many numbers went.
 
     `metrics` selects metrics with all their axes. The default is all numbers without head, position or index, since trackers
-    draw a chart for each name. Every export of a run goes to the same run of the tracker. Raises `UnknownName` for a tracker or
-    a metric, `BadData` if the run has no numbers.
+    draw a chart for each name.
     """
     names = installed_trackers(to)
     frame = pd.concat([run.telemetry(), load_records([run.path])], ignore_index=True).dropna(subset=["step", "value"])

@@ -13,12 +13,7 @@ PERMUTATIONS = 9_999  # at most; fewer if all can be enumerated
 
 
 def censored(reached: pd.Series, last: pd.Series) -> pd.DataFrame:
-    """Return a table of steps: `at` (step reached, else the last step) and `formed` (whether it was reached).
-
-    Args:
-        reached: Step, NaN for a run that did not reach it, indexed by seed.
-        last: Last step of each run, with the same index.
-    """
+    """Return a table of steps: `at` (the step `reached`, or the `last` one if that is NaN) and `formed` (whether it was reached)."""
     reached = reached.astype(float)
     return pd.DataFrame({"at": reached.fillna(last.astype(float)), "formed": reached.notna()})
 
@@ -40,23 +35,12 @@ def median_in_words(steps: pd.DataFrame) -> str:
 
 
 def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
-    """Return the mean difference of steps, method - baseline, over shared seeds.
+    """Return the mean difference of steps, method - baseline, of `censored` tables, over shared seeds.
 
     If every run reached its step, this is the paired difference with Student's t interval. Otherwise it is the difference of
-    restricted means: the mean number of steps without the event, up to the last step. It then has no interval, since the interval
-    of runs that never reach the step would show the spread of the other model alone. Its p-value comes from an exact permutation test of
-    the log-rank statistic. The test uses the order of the steps and the set of runs that did not reach theirs. `scipy.stats.logrank` has
-    only the asymptotic test.
-
-    Args:
-        method: Columns `at` and `formed` of `censored`, indexed by seed.
-        baseline: The same for the other model.
-
-    Returns:
-        The difference in steps.
-
-    Reference:
-        Mantel (1966), Evaluation of survival data and two new rank order statistics arising in its consideration.
+    restricted means: the mean number of steps without the event, up to the last step. It then has no interval, since that would show
+    the spread of one model alone. Its p-value comes from an exact permutation test of the log-rank statistic (Mantel 1966), of which
+    `scipy.stats.logrank` has only the asymptotic form.
     """
     shared = method.index.intersection(baseline.index)
     method, baseline = method.loc[shared], baseline.loc[shared]

@@ -1,7 +1,4 @@
-"""Step at which a model learns to copy, and step at which its attention sink forms.
-
-Copying follows Olsson et al. (2022), In-context learning and induction heads.
-"""
+"""Steps at which a model learns to copy (Olsson et al. 2022, Induction heads) and at which its attention sink forms."""
 
 from __future__ import annotations
 
@@ -26,14 +23,7 @@ def copying(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def sink_step(mass: pd.DataFrame) -> float:
-    """Return the step at which the strongest head's sink mass first passes one half, interpolated between checkpoints.
-
-    Args:
-        mass: Records of `sink_mass` of one run at several checkpoints.
-
-    Returns:
-        The step; NaN if no head passes one half.
-    """
+    """Return the step at which the strongest head's sink mass passes one half, interpolated between checkpoints; else NaN."""
     rows = _plain_mass(mass)
     if rows["step"].nunique() < 2:
         raise WorkbenchError("sink_mass at less than two checkpoints; measure it at steps = 'all'")
@@ -62,8 +52,7 @@ def sink_steps(frame: pd.DataFrame) -> pd.DataFrame:
 def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the step at which each run learned to copy: the first with a copy loss below half of its value at step 0.
 
-    Columns are architecture, run, seed, formation_step (null if not reached), last_step and formed (in words). Architectures are
-    ordered by their median step. Raises `WorkbenchError` if there is no copy loss.
+    Columns are architecture, run, seed, formation_step (null if not reached), last_step and formed (in words), by median step.
     """
     steps = []
     for run, rows in copying(frame).groupby(RUN, dropna=False):

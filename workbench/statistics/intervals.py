@@ -87,10 +87,7 @@ class Interval:
 
 
 def over_documents(values: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
-    """Return the mean with its bias-corrected and accelerated bootstrap interval over documents.
-
-    The bounds are NaN for fewer than two documents, and if any value is NaN: a mean over the rest would hide a broken model.
-    """
+    """Return the mean with its BCa bootstrap interval over documents; a NaN makes the bounds NaN, as two documents too few."""
     x = np.asarray(values, dtype=float)
     mean = float(x.mean()) if len(x) else math.nan
     if len(x) < 2 or not np.isfinite(x).all():

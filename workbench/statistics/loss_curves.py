@@ -25,10 +25,7 @@ def step_at_loss(curve: pd.Series, loss: float) -> float:
 
 
 def at_equal_loss(values: pd.Series, curve: pd.Series, loss: float) -> float:
-    """Return a quantity of checkpoints (indexed by step) at the step where the run's loss first reaches `loss`.
-
-    The value is interpolated between the two neighbouring checkpoints. It is NaN if the loss is not reached between checkpoints.
-    """
+    """Return a quantity of checkpoints (by step) where the loss first reaches `loss`, interpolated; NaN outside of them."""
     step, known = step_at_loss(curve, loss), values.sort_index()
     steps = known.index.to_numpy(dtype=float)
     if math.isnan(step) or not len(steps) or not steps[0] <= step <= steps[-1]:
@@ -58,10 +55,7 @@ def critical_point(relative: pd.Series, hold: int = WINDOW) -> int | None:
 
 
 def cumulative_rate(rates: pd.Series, step: float) -> float:
-    """Return the sum of the learning rates up to `step`, interpolated between logged steps; NaN without any.
-
-    Crossings of runs with different schedules are compared on this axis (Zhou et al. 2024).
-    """
+    """Return the sum of the learning rates up to `step`, the axis on which crossings are compared (Zhou et al. 2024)."""
     known = rates.dropna().sort_index()
     if not len(known) or math.isnan(step) or step < known.index[0]:
         return math.nan

@@ -8,12 +8,9 @@ import numpy as np
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return Holm-adjusted p-values, in input order. scipy corrects the false discovery rate only.
+    """Return Holm-adjusted p-values (Holm 1979), in input order. scipy corrects the false discovery rate only.
 
     Rejecting at adjusted p <= 0.05 bounds the family-wise error rate at 5 % under any dependence.
-
-    Reference:
-        Holm (1979), A simple sequentially rejective multiple test procedure.
     """
     order = np.argsort(p, kind="stable")
     adjusted = np.empty(len(p))

@@ -39,10 +39,7 @@ def used(path: Path) -> None:
 
 
 def trim(keep: Path) -> None:
-    """Evict weights and corpora, least recently used first, until the rest fits the limit.
-
-    Never evicts files under `keep`, files that changed here, and files that a process reads (`Lease`).
-    """
+    """Evict weights and corpora, least recently used first, until the rest fits; never those under `keep`, changed or being read."""
     held = list[tuple[int, int, Mirror, str, str]]()
     for mirror in mirrors():
         for unit in mirror.units():
@@ -56,18 +53,10 @@ def trim(keep: Path) -> None:
         path = mirror.root / name
         if over <= 0:
             return
-        if not path.is_relative_to(keep) and _evicted(mirror, unit, name):
-            over -= size
-
-
-def _evicted(mirror: Mirror, unit: str, name: str) -> bool:
-    """Evict a file, unless it changed meanwhile, is being read, or its run is being fetched; return whether it is gone."""
-    try:
-        with mirror.notes(unit, patience=0) as notes:
+        if path.is_relative_to(keep):
+            continue
+        with contextlib.suppress(Timeout), mirror.notes(unit, patience=0) as notes:  # unless its run is being fetched
             if mirror.clean(name, notes) and not mirror.is_read(name):
-                (mirror.root / name).unlink()
+                path.unlink()
                 del notes[name]
-                return True
-    except Timeout:
-        pass
-    return False
+                over -= size

@@ -1,9 +1,4 @@
-"""Paths, shipped names and URLs as files of this machine: a public function resolves its argument once, into a `Location`.
-
-locate("s3://bucket/runs/text-s0")    # its copy in the cache, without weights
-locate("sinks")                       # what ships under this name
-locate("out/ckpt.pt")                 # that path
-"""
+"""Paths, shipped names and URLs as files of this machine: a public function resolves its argument once, into a `Location`."""
 
 from __future__ import annotations
 
@@ -41,10 +36,7 @@ class Location:
 
 
 def locate(given: str | Path | Location) -> Location:
-    """Resolve a path, the name of something that ships, or a URL, of which all but the weights is fetched.
-
-    Raises `BadCheckpoint` for text that is too long for a path, `WorkbenchError` for a URL that is absent or cannot be read.
-    """
+    """Resolve a path, the name of something that ships, or a URL, of which all but the weights is fetched."""
     if isinstance(given, Location):
         return given
     if is_url(given):

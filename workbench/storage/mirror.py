@@ -42,26 +42,20 @@ def here(url: str) -> Path:
     Raises `WorkbenchError` for a URL that cannot be read or is empty.
     """
     url = address(url)
-    place = _placed(url)
+    scheme, _, rest = url.partition("://")
+    parent, _, name = rest.rpartition("/")
+    above, _, run = parent.rpartition("/")
+    beside = remote(f"{scheme}://{parent}") if parent else None
+    if beside and above and beside.exists(RUN):  # in the mirror of the folder of its run
+        place = folder(f"{scheme}://{above}") / run / name
+    elif beside and any(beside.exists(f"{name}{end}") for end in (f"/{RUN}", f"/{STEP}", "")):  # ... or of a checkpoint
+        place = folder(beside.url) / name
+    else:
+        place = folder(url)
     refresh(place)
     if not (any(child.name != NOTES for child in place.iterdir()) if place.is_dir() else remote(url).listed()):
         raise WorkbenchError(f"{url} does not exist, or nothing is in it")
     return place
-
-
-def _placed(url: str) -> Path:
-    """Return the local path of a URL: in the mirror of the folder of its run or checkpoint, or in its own mirror."""
-    scheme, _, rest = url.partition("://")
-    parent, _, name = rest.rpartition("/")
-    above, _, run = parent.rpartition("/")
-    if not parent:
-        return folder(url)
-    beside = remote(f"{scheme}://{parent}")
-    if above and beside.exists(RUN):
-        return folder(f"{scheme}://{above}") / run / name
-    if any(beside.exists(f"{name}{end}") for end in (f"/{RUN}", f"/{STEP}", "")):
-        return folder(beside.url) / name
-    return folder(url)
 
 
 def address_of(path: Path) -> str:
@@ -76,7 +70,7 @@ def refresh(path: Path) -> None:
     if mirror is not None and not any(_is_fresh(place, False) for place in (path, *path.parents)):
         begin = time.monotonic()
         sync.pull(mirror, mirror.name(path), with_heavy=False)
-        _note(path, False, begin)
+        _fresh[path, False] = _fresh_until(begin), []
 
 
 def reading(path: Path) -> Lease:
@@ -94,7 +88,7 @@ def fetch_all(path: Path) -> Path:
             begin = time.monotonic()
             if sync.pull(mirror, mirror.name(path), with_heavy=True):
                 trim(path)
-            _note(path, True, begin)
+            _fresh[path, True] = _fresh_until(begin), weights_under(path)
         used(path)
     return path
 
@@ -102,8 +96,7 @@ def fetch_all(path: Path) -> Path:
 def push(path: Path) -> None:
     """Upload local changes under a path of a mirror; does nothing for other paths.
 
-    Readers elsewhere see only complete steps: `config.json`, which makes a folder a step, follows its weights. Raises
-    `OnlyHere` if the upload fails; the local files remain, and the next call continues.
+    Readers elsewhere see only complete steps. Raises `OnlyHere` if the upload fails; the next call continues.
     """
     if (mirror := mirror_of(path)) is not None:
         sync.upload(mirror, mirror.name(path))
@@ -119,6 +112,6 @@ def _is_fresh(path: Path, with_weights: bool) -> bool:
     return until > time.monotonic() and bool(weights or not with_weights) and all(file.is_file() for file in weights)
 
 
-def _note(path: Path, with_weights: bool, begin: float) -> None:
-    now = time.monotonic()
-    _fresh[path, with_weights] = now + max(FRESH_S, 10 * (now - begin)), weights_under(path) if with_weights else []
+def _fresh_until(begin: float) -> float:
+    """When a check that began at `begin` is repeated."""
+    return time.monotonic() + max(FRESH_S, 10 * (time.monotonic() - begin))

@@ -6,16 +6,13 @@
                             samples.parquet      one loss per document
                             telemetry.parquet    what training logged
 
-unpacked("data/evidence")          # folder in the cache with the usual run folders of all studies in it
-unpacked("data/evidence/sinks")    # the study's folder in there
-
-A folder of packed studies is replaced by its copy, as a URL is replaced by its mirror. The copy is made once for each content of the
-files, in a few seconds; only indexes are written to it.
+The copy is made once for each content of the files, in a few seconds; only indexes are written to it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -23,7 +20,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,13 +51,18 @@ def unpacked(path: str | Path) -> Path:
         if path.is_dir():
             if (path / RUNS).is_file():
                 return _copy(path.parent) / path.name
-            return _copy(path) if _is_root(path) else path
-        if (study := _study_of(path)) is not None:
-            return _copy(study.parent) / study.name / path.relative_to(study)
+            with os.scandir(path) as children:
+                folders = [child.path for child in children if child.is_dir()]
+            packed = any(os.path.isfile(f"{child}/{RUNS}") for child in folders)  # noqa: PTH113 - a thousand times a second
+            return path if not packed or any(os.path.exists(f"{child}/{RUN}") for child in folders) else _copy(path)  # noqa: PTH110
+        for parent in path.parents:
+            if parent.is_dir() and (parent / RUNS).is_file():
+                return _copy(parent.parent) / parent.name / path.relative_to(parent)
         if path.name == str(path) and not os.path.lexists(path):  # a run that ships, by its name alone
-            studies = (file.parent for file in sorted((SHIPPED / "evidence").glob(f"*/{RUNS}")))
-            if found := next((study for study in studies if path.name in _names(study)), None):
-                return _copy(found.parent) / found.name / path.name
+            for file in sorted((SHIPPED / "evidence").glob(f"*/{RUNS}")):
+                with contextlib.suppress(BadCheckpoint):
+                    if path.name in _runs(file.parent):
+                        return _copy(file.parents[1]) / file.parent.name / path.name
     except (OSError, ValueError):  # too long a name, no permission: whoever opens it says so
         pass
     return path
@@ -81,13 +83,7 @@ def checksum(run: Path) -> str | None:
 
 
 def pack(study: Path, infos: Mapping[str, Mapping[str, Any]], tables: Mapping[str, pa.Table]) -> None:
-    """Write the packed files of a study.
-
-    Args:
-        study: Folder of the study.
-        infos: Contents of `run.json` by run.
-        tables: One table of each kind in `TABLES`, the rows of a run together, in the order of `infos`.
-    """
+    """Write the packed files of a study: `run.json` by run, and the `TABLES`, the rows of a run together and in the same order."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -110,30 +106,10 @@ def pack(study: Path, infos: Mapping[str, Mapping[str, Any]], tables: Mapping[st
     (study / RUNS).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")  # last: it makes the study a packed one
 
 
-def _study_of(path: Path) -> Path | None:
-    """The packed study that contains a path which does not exist on disk."""
-    return next((parent for parent in path.parents if parent.is_dir() and (parent / RUNS).is_file()), None)
-
-
-def _is_root(folder: Path) -> bool:
-    """Return True if a folder holds packed studies and no unpacked runs."""
-    studies = False
-    with os.scandir(folder) as children:
-        for child in children:
-            if child.is_dir():
-                if os.path.exists(f"{child.path}/{RUN}"):  # noqa: PTH110 - a thousand times a second
-                    return False
-                studies = studies or os.path.isfile(f"{child.path}/{RUNS}")  # noqa: PTH113
-    return studies
-
-
 def _files(root: Path) -> list[Path]:
-    studies = (file.parent for file in sorted(root.glob(f"*/{RUNS}")))
-    return [*root.glob(VERDICTS), *(file for study in studies for file in sorted(study.iterdir()) if _counts(file))]
-
-
-def _counts(file: Path) -> bool:
-    return file.suffix in (".json", ".toml", ".parquet") and file.name[0] != "." and file.is_file()
+    inside = (file for runs in sorted(root.glob(f"*/{RUNS}")) for file in sorted(runs.parent.iterdir()))
+    kinds = (".json", ".toml", ".parquet")
+    return [*root.glob(VERDICTS), *(f for f in inside if f.suffix in kinds and f.name[0] != "." and f.is_file())]
 
 
 def _copy(root: Path) -> Path:
@@ -165,10 +141,21 @@ def _copy_of(root: Path, _: tuple[object, ...]) -> Path:
         place = part = Path(tempfile.mkdtemp(prefix="workbench-"))
         atexit.register(shutil.rmtree, place, ignore_errors=True)
     try:
-        _unpack(root, part)
+        for file in _files(root):
+            study = part if file.parent == root else part / file.parent.name
+            study.mkdir(exist_ok=True)
+            if file.suffix != ".parquet" and file.name != RUNS:
+                shutil.copyfile(file, study / file.name)
+            elif file.name == RUNS:
+                _unpack_study(file.parent, study)
+        for name in _others(root):
+            (part / name).symlink_to(root / name)
+        (part / PACKED).write_text(json.dumps({"root": str(root)}), encoding="utf-8")
         if part != place:
             part.rename(place)
-            _delete_unused(place.parent)
+            for other in place.parent.iterdir():
+                if time.time() - other.stat().st_mtime > UNUSED_S:
+                    shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
         if not (place / PACKED).is_file():  # else another process was faster
@@ -176,27 +163,12 @@ def _copy_of(root: Path, _: tuple[object, ...]) -> Path:
     return place
 
 
-def _delete_unused(folder: Path) -> None:
-    for other in folder.iterdir():
-        if time.time() - other.stat().st_mtime > UNUSED_S:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _unpack(root: Path, place: Path) -> None:
-    for file in _files(root):
-        study = place if file.parent == root else place / file.parent.name
-        study.mkdir(exist_ok=True)
-        if file.suffix != ".parquet" and file.name != RUNS:
-            shutil.copyfile(file, study / file.name)
-        elif file.name == RUNS:
-            _unpack_study(file.parent, study)
-    for name in _others(root):
-        (place / name).symlink_to(root / name)
-    (place / PACKED).write_text(json.dumps({"root": str(root)}), encoding="utf-8")
-
-
 def _unpack_study(study: Path, place: Path) -> None:
     """Write the run folders of a study; damaged files become damaged files of its runs, which readers report."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
     try:
         infos = _runs(study)
     except BadCheckpoint:
@@ -207,52 +179,27 @@ def _unpack_study(study: Path, place: Path) -> None:
         (place / name).mkdir()
         (place / name / RUN).write_text(json.dumps(info), encoding="utf-8")
     for kind, inside in TABLES.items():
-        if (file := study / f"{kind}.parquet").is_file():
-            for name, table in _by_run(file, infos):
-                recipe = infos[name].get("train")
-                last = int(recipe.get("steps", 0)) if isinstance(recipe, dict) else 0
-                _write(table, place / name / inside.format(0, last))
-    files = (
-        part
-        for file in _files(study.parent)
-        if file.parent == study
-        for part in (file.name, read_bytes(file, MAX_TABLE))
-    )
+        if not (file := study / f"{kind}.parquet").is_file():
+            continue
+        try:
+            table = pq.read_table(file, page_checksum_verification=True, partitioning=None)
+            runs = table["run"].combine_chunks()
+            begins = [0, *(pc.indices_nonzero(pc.not_equal(runs[1:], runs[:-1])).to_numpy() + 1), len(table)]
+            parts = {runs[int(a)].as_py(): table.slice(a, b - a) for a, b in pairwise(begins) if b > a}
+        except (OSError, KeyError, TypeError, UnicodeDecodeError, pa.ArrowException):
+            parts = dict.fromkeys(infos)
+        for name in (name for name in infos if name in parts):
+            recipe, rows = infos[name].get("train"), parts[name]
+            last = int(recipe.get("steps", 0)) if isinstance(recipe, dict) else 0
+            (path := place / name / inside.format(0, last)).parent.mkdir(exist_ok=True)
+            if rows is None:
+                path.write_bytes(b"damaged")
+                continue
+            written = [column for column in rows.column_names if rows[column].null_count < len(rows)]
+            pq.write_table(rows.select(written), path, compression="zstd", write_page_checksum=True)
+    own = (file for file in _files(study.parent) if file.parent == study)
+    files = (part for file in own for part in (file.name, read_bytes(file, MAX_TABLE)))
     (place / PACKED).write_text(json.dumps({"digest": digest_of(files)}), encoding="utf-8")
-
-
-def _write(table: pa.Table | None, path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir(exist_ok=True)
-    if table is None:
-        path.write_bytes(b"damaged")
-        return
-    said = [name for name in table.column_names if table[name].null_count < len(table)]
-    pq.write_table(table.select(said), path, compression="zstd", write_page_checksum=True)
-
-
-def _by_run(file: Path, infos: Iterable[str]) -> Iterable[tuple[str, pa.Table | None]]:
-    """Rows of every run that has some; None for every run if the file is damaged."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(file, page_checksum_verification=True, partitioning=None)
-        runs = table["run"].combine_chunks()
-        begins = [0, *(pc.indices_nonzero(pc.not_equal(runs[1:], runs[:-1])).to_numpy() + 1), len(table)]
-        parts = {runs[int(a)].as_py(): table.slice(a, b - a) for a, b in pairwise(begins) if b > a}
-    except (OSError, KeyError, TypeError, UnicodeDecodeError, pa.ArrowException):
-        return ((name, None) for name in infos)
-    return ((name, parts[name]) for name in infos if name in parts)
-
-
-def _names(study: Path) -> list[str]:
-    try:
-        return list(_runs(study))
-    except BadCheckpoint:
-        return []
 
 
 def _runs(study: Path) -> dict[str, dict[str, Any]]:

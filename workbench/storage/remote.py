@@ -1,7 +1,4 @@
-"""Files under a URL through fsspec, each fetched and stored completely or not at all.
-
-Every failure of a storage library becomes a `WorkbenchError` of one sentence.
-"""
+"""Files under a URL through fsspec, each fetched and stored completely or not at all; any failure is a `WorkbenchError`."""
 
 from __future__ import annotations
 
@@ -52,15 +49,15 @@ def remote(url: str) -> Remote:
         raise UnknownName("kind of storage", scheme, fsspec.available_protocols())
     with saying("open", url, NEEDS.get(scheme, "")):
         files, root = fsspec.core.url_to_fs(url)
+
+    def ignore_ended(loop: Any, context: Mapping[str, Any]) -> None:
+        """Ignore tasks that ended with their connection, since their request raises the error."""
+        if context["message"] != "Task exception was never retrieved":
+            loop.default_exception_handler(context)
+
     if (loop := getattr(files, "loop", None)) is not None:
-        loop.set_exception_handler(_left_behind)
+        loop.set_exception_handler(ignore_ended)
     return Remote(url, files, root, scheme in WHOLE)
-
-
-def _left_behind(loop: Any, context: Mapping[str, Any]) -> None:
-    """Ignore tasks that ended with their connection, since their request raises the error."""
-    if context["message"] != "Task exception was never retrieved":
-        loop.default_exception_handler(context)
 
 
 @contextlib.contextmanager
@@ -95,10 +92,7 @@ class Remote:
             return bool(self.system.isfile(self[name]))
 
     def listed(self, under: str = "") -> dict[str, str]:
-        """Return every file and its mark, which changes with its contents and is empty for pipes and devices.
-
-        Raises `WorkbenchError` if the folder cannot be listed.
-        """
+        """Return every file and its mark, which changes with its contents and is empty for pipes and devices."""
         self.system.invalidate_cache()
         with saying("read", f"{self.url}/{under}".rstrip("/")):
             files: Mapping[str, Any] = self.system.find(self[under], detail=True)

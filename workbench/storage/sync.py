@@ -86,8 +86,15 @@ class Mirror:
 
     def is_read(self, name: str) -> bool:
         """Return whether a process holds a lease on a file or on a folder above it."""
-        above = [str(path) for path in PurePosixPath(name).parents]
-        return any(_is_locked(self.lease(one)) for one in (name, *("" if path == "." else path for path in above)))
+        for path in (name, *map(str, PurePosixPath(name).parents)):
+            try:
+                with self.lease("" if path == "." else path).open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                continue
+            except BlockingIOError:
+                return True
+        return False
 
     def lease(self, name: str) -> Path:
         """Return the lock file of leases on a file or folder of this name."""
@@ -95,10 +102,7 @@ class Mirror:
 
 
 class Lease:
-    """A lock on a path of the cache: no process evicts its files while the lease lives.
-
-    Use it as a context manager that yields the path. Without `with`, the lease ends with the object or with its process.
-    """
+    """A lock on a path of the cache: no process evicts its files while it lives, or until its `with` block ends."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, None
@@ -116,17 +120,6 @@ class Lease:
             self._file.close()
 
     __del__ = __exit__
-
-
-def _is_locked(place: Path) -> bool:
-    try:
-        with place.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def cache() -> Path:
@@ -180,8 +173,7 @@ def unit_of(name: str) -> str:
 def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
     """Fetch new files from the URL, remove files that are gone there, and return whether a file was fetched.
 
-    Files that this disk cannot hold are left out, with a `LeftOut` warning that names them. In a folder of runs,
-    files that cannot be read are left out too; below one run, such a file raises `WorkbenchError`.
+    Files that this disk cannot hold are left out with a warning, and so are unreadable ones outside of a single run.
     """
     there, left_out = _usable(mirror, mirror.remote.listed(under))
     fetched = False
@@ -190,7 +182,11 @@ def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
             for name in [name for name in notes if _within(name, under) and mirror.clean(name, notes)]:
                 if there.get(name) != notes[name]["mark"]:
                     (mirror.root / name).unlink()
-                    _remove_empty((mirror.root / name).parent, mirror.root)
+                    folder = (mirror.root / name).parent
+                    with contextlib.suppress(OSError):  # emptied folders go, since a file may have the name now
+                        while folder != mirror.root:
+                            folder.rmdir()
+                            folder = folder.parent
                     del notes[name]
             new = [
                 name for name in there
@@ -246,25 +242,28 @@ def _fetch(mirror: Mirror, under: str, names: list[str]) -> dict[str, WorkbenchE
     return failed
 
 
-def _remove_empty(folder: Path, root: Path) -> None:
-    """Remove a folder and its parents while they are empty, since a file may have the name now."""
-    with contextlib.suppress(OSError):
-        while folder != root:
-            folder.rmdir()
-            folder = folder.parent
-
-
 def upload(mirror: Mirror, under: str) -> None:
     """Upload local changes in an order that never shows incomplete steps; see `mirror.push`."""
+
+    def order(name: str) -> tuple[int, str]:
+        """Descriptions, contents, files that complete a step or records, resume points."""
+        path = PurePosixPath(name)
+        if path.name == RUN or ".samples." in path.name or path.name.startswith("tokenizer"):
+            return 0, name
+        return (3 if "resume" in path.parts else 2 if path.name == STEP or "records" in path.parts else 1), name
+
+    place = mirror.root / under
+    files = [place] if place.is_file() else place.rglob("*")
+    local = [name for file in files if file.is_file() and _is_synchronised(name := mirror.name(file))]
     with mirror.notes(unit_of(under)) as notes:
-        changed = [name for name in _local(mirror, under) if not mirror.clean(name, notes)]
+        changed = [name for name in local if not mirror.clean(name, notes)]
         written = any(_telemetry(name) for name in changed)
         gone = [n for n in notes if written and _telemetry(n) and _within(n, under) and not (mirror.root / n).exists()]
         try:
             for name in gone:  # parts that a resumed training wrote anew
                 mirror.remote.remove(name)
                 del notes[name]
-            for name in sorted(changed, key=_order):
+            for name in sorted(changed, key=order):
                 before = mirror.state(name, None)
                 notes[name] = before | {"mark": mirror.remote.store(mirror.root / name, name)}
         except WorkbenchError as error:
@@ -275,20 +274,6 @@ def upload(mirror: Mirror, under: str) -> None:
 
 def _telemetry(name: str) -> bool:
     return "/telemetry/" in name
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Return the order of uploads: descriptions, contents, files that complete a step or records, resume points."""
-    path = PurePosixPath(name)
-    if path.name == RUN or ".samples." in path.name or path.name.startswith("tokenizer"):
-        return 0, name
-    return (3 if "resume" in path.parts else 2 if path.name == STEP or "records" in path.parts else 1), name
-
-
-def _local(mirror: Mirror, under: str) -> list[str]:
-    place = mirror.root / under
-    files = [place] if place.is_file() else place.rglob("*")
-    return [name for file in files if file.is_file() and _is_synchronised(name := mirror.name(file))]
 
 
 def _within(name: str, under: str) -> bool:

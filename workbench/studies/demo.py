@@ -4,12 +4,12 @@
 2. Induction: two-layer models on random tokens that repeat. At which step does each model copy?
 3. Token information in deep values: four-layer models on the embedded text.
 
-By default only the first experiment is trained; the dashboard shows shipped studies for the other two. Every architecture uses
-the same seeds, so equal-named weights and all batches are equal between architectures.
+Every architecture uses the same seeds, so equal-named weights and all batches are equal between architectures.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,30 +49,18 @@ ONE_SEED_ON_TEXT = ("transformer", "resformer", "svformer")
 
 
 def jobs(
-    runs: Path,
-    *,
-    seeds: int = 3,
-    quick: bool = False,
-    full: bool = False,
-    text: bool = False,
-    device: str | None = None,
-) -> list[Job]:
-    """Return one job per model, ordered by experiment and seed so that every figure has all its lines early.
-
-    Args:
-        full: Add the race to induction and one seed of three models on text.
-        text: Add every model on text, all seeds; includes `full`.
-    """
+    runs: Path, *, seeds: int = 3, quick: bool = False, full: bool = False, text: bool = False, device: str | None =
+    None,
+) -> list[Job]:  # fmt: skip
+    """Return one job per model, by experiment and seed; `full` adds induction and one seed on text, `text` all seeds on text too."""
     once = ONCE if text else (*ONCE, "text")
     experiments = EXPERIMENTS if full or text else DEFAULT
-    planned = [
-        Job(
-            f"{experiment}-{a}-s{seed}", train_and_measure, (experiment, a, seed, runs, quick, device), COST[experiment]
-        )
-        for experiment in experiments
-        for seed in range(1 if experiment in once else seeds)
-        for a in (EXPERIMENTS[experiment] if text or experiment != "text" else ONE_SEED_ON_TEXT)
-    ]
+    planned = list[Job]()
+    for experiment in experiments:
+        models = EXPERIMENTS[experiment] if text or experiment != "text" else ONE_SEED_ON_TEXT
+        for seed, a in itertools.product(range(1 if experiment in once else seeds), models):
+            arguments = (experiment, a, seed, runs, quick, device)
+            planned.append(Job(f"{experiment}-{a}-s{seed}", train_and_measure, arguments, COST[experiment]))
     figures = list(dict.fromkeys(experiment.partition("_")[0] for experiment in experiments))
     return sorted(planned, key=lambda job: (figures.index(job.arguments[0].partition("_")[0]), job.arguments[2]))
 
@@ -137,10 +125,9 @@ def train_and_measure(
         measure(train(architecture, data, **given), RACE_METRICS, data, steps="all", n=32, batch=32)
     else:
         run, n = train(architecture, data, **given), 16 if quick else 64
-        for chosen in ("ends", "last", "all"):
-            measure(
-                run, [metric for metric, s in _measured(experiment).items() if s == chosen], data, steps=chosen, n=n
-            )
+        for steps_of in ("ends", "last", "all"):
+            metrics = [metric for metric, s in _measured(experiment).items() if s == steps_of]
+            measure(run, metrics, data, steps=steps_of, n=n)
     return name
 
 
@@ -177,26 +164,13 @@ def _setting(experiment: str, runs: Path, quick: bool) -> tuple[Any, ModelConfig
 
 
 def run_demo(
-    runs: Path,
-    *,
-    seeds: int = 3,
-    quick: bool = False,
-    full: bool = False,
-    text: bool = False,
-    workers: Workers = None,
-    device: str | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
-) -> None:
-    """Train and measure the demo's models; finished ones are reused, and the same call resumes after Ctrl-C.
+    runs: Path, *, seeds: int = 3, quick: bool = False, full: bool = False, text: bool = False, workers: Workers = None,
+    device: str | None = None, progress: Callable[[dict[str, Any]], None] | None = None,
+) -> None:  # fmt: skip
+    """Train and measure the demo's models (`full`, `text`: see `jobs`); finished ones are reused.
 
-    Args:
-        full: Train the race to induction and three models on text too; by default only the sinks.
-        text: Train all models on text, every seed; includes `full`.
-        workers: Number of processes, or a cluster; see `run_jobs`.
-        progress: Receives the status after each change; it is also written to `<runs>/.demo.json` for the dashboard.
-
-    Raises:
-        WorkbenchError: A model failed; the message names the first.
+    `progress` receives the status after each change, which is also written to `<runs>/.demo.json` for the dashboard. Raises
+    `WorkbenchError` naming the first model that failed.
     """
     runs.mkdir(parents=True, exist_ok=True)
     planned = jobs(runs, seeds=seeds, quick=quick, full=full, text=text, device=device)

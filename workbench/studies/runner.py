@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,19 +58,15 @@ def plan(study: Study, runs: Path, *, quick: bool = False, device: str | None = 
 
 
 def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
-    """Cells of a study at each model's best learning rate in the study that `rates_from` names.
-
-    Raises `WorkbenchError` if that study shares seeds, lacks a model, or is not finished.
-    """
+    """Cells of a study at each model's best learning rate in the finished study of other seeds that `rates_from` names."""
     other = read_study(find_study(str(study.rates_from)))
     if shared := sorted(set(other.seeds) & set(study.seeds)):
         raise WorkbenchError(
             f"{study.name} takes its rates from {other.name}, which has the same seeds {shared}; give others"
         )
     tried = plan(other, runs)
-    if absent := [
-        run.name for run in tried if not (runs / run.name / RUN_FILE).exists() or not Run.open(runs / run.name).finished
-    ]:
+    places = [runs / run.name for run in tried]
+    if absent := [path for path in places if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
         raise WorkbenchError(
             f"{study.name} takes its rates from {other.name}, of which {len(absent)} of {len(tried)} runs are not finished; "
             f"train them first: workbench study {other.name}"
@@ -81,10 +78,9 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
         raise WorkbenchError(
             f"{other.name} has not tried {untried[0]}, whose rate {study.name} takes from it; add it there"
         )
-    return [
-        dataclasses.replace(c, settings={**c.settings, "recipe": {**c.settings["recipe"], "lr": best[c.model]}})
-        for c in study.cells
-    ]
+    recipes = [{**cell.settings["recipe"], "lr": best[cell.model]} for cell in study.cells]
+    settings = [{**cell.settings, "recipe": recipe} for cell, recipe in zip(study.cells, recipes, strict=True)]
+    return [dataclasses.replace(cell, settings=each) for cell, each in zip(study.cells, settings, strict=True)]
 
 
 def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
@@ -153,49 +149,26 @@ def work(run: StudyRun) -> str:
 
 
 def run_study(
-    study: Study,
-    runs: Path,
-    *,
-    quick: bool = False,
-    workers: Workers = None,
-    device: str | None = None,
+    study: Study, runs: Path, *, quick: bool = False, workers: Workers = None, device: str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Train the missing runs of a study and return one row per run; see `outcomes`.
 
-    Failures are in column `failed` and do not stop the other runs. After Ctrl-C the same call resumes.
-
-    Args:
-        quick: Train tiny models for a few steps.
-        workers: Number of processes, or a cluster; see `run_jobs`.
-        device: Device of training and measurement.
-        progress: Called with the status after each run.
+    Failures are in column `failed` and do not stop the other runs. `quick` trains tiny models for a few steps; `progress` is called with
+    the status after each run.
     """
     runs.mkdir(parents=True, exist_ok=True)
     planned = plan(study, runs, quick=quick, device=device)
-    jobs = [Job(run.name, work, (run,), _cost(run)) for run in planned]
+    jobs, ready, prepared = list[Job](), list[Job](), dict[str, dict[str, Any] | WorkbenchError]()
+    for run in planned:
+        cost = 0.0  # for the estimate of the remaining time
+        with contextlib.suppress(WorkbenchError):
+            model, recipe = sizes(run)
+            cost = float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
+        jobs.append(Job(run.name, work, (run,), cost))
     status = StatusFile(runs / f".study-{study.name}.json", jobs, progress)
-    ready = [dataclasses.replace(jobs[i], arguments=(run,)) for i, run in _with_data(planned, status)]
-    run_jobs(ready, workers, lambda job, error: status.done(job.name, error), folders=[runs])
-    status.finish()
-    return outcomes(study, planned, status.failures)
-
-
-def _cost(run: StudyRun) -> float:
-    """Tokens times layers, for the estimate of the remaining time."""
-    try:
-        model, recipe = sizes(run)
-    except WorkbenchError:
-        return 0.0
-    return float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
-
-
-def _with_data(planned: Sequence[StudyRun], status: StatusFile) -> Iterator[tuple[int, StudyRun]]:
-    """Runs with the description of their data, and their positions; runs without data are noted as failed."""
-    prepared: dict[str, dict[str, Any] | WorkbenchError] = {}
-    for i, run in enumerate(planned):
-        key = repr(run.cell.settings["data"])
-        if key not in prepared:
+    for run, job in zip(planned, jobs, strict=True):
+        if (key := repr(run.cell.settings["data"])) not in prepared:
             try:
                 prepared[key] = prepare_data(run)
             except WorkbenchError as error:
@@ -203,14 +176,17 @@ def _with_data(planned: Sequence[StudyRun], status: StatusFile) -> Iterator[tupl
         if isinstance(data := prepared[key], WorkbenchError):
             status.done(run.name, data)
         else:
-            yield i, dataclasses.replace(run, data=data)
+            ready.append(dataclasses.replace(job, arguments=(dataclasses.replace(run, data=data),)))
+    run_jobs(ready, workers, lambda job, error: status.done(job.name, error), folders=[runs])
+    status.finish()
+    return outcomes(study, planned, status.failures)
 
 
 def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, str]) -> pd.DataFrame:
-    """Return one row per run with its outcomes.
+    """Return one row per run with its outcomes; steps are NaN if they are not reached.
 
     Columns are model, grid axes as text, architecture, seed, run, step, validation_loss (nats, mean of the domains), formation_step and
-    failed, with sink_step if that is the study's outcome. Steps are NaN if they are not reached.
+    failed, with sink_step if that is the study's outcome.
     """
     rows = []
     for run in planned:
@@ -237,20 +213,22 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per cell: the outcome over seeds, and the paired difference from the baseline with its verdict.
 
-    Columns are model, grid axes, outcome, n (runs with an outcome), mean, least, largest, difference, low, high, verdict and failed. If a
-    run does not reach its step, mean and largest are NaN. Steps are compared by `compare_steps`. Verdicts are Holm-corrected over the
+    If a run does not reach its step, mean and largest are NaN. Steps are compared by `compare_steps`. Verdicts are Holm-corrected over the
     table. If the study has a `tuned` axis, one more row per model takes its best value of that axis, selected by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
-    rows = [
-        _compared(study, frame, study.axes, group) for _, group in frame.groupby(["model", *study.axes], sort=False)
-    ]
+    groups = frame.groupby(["model", *study.axes], sort=False)
+    rows = [_compared(study, frame, study.axes, group) for _, group in groups]
     if study.tuned is not None:
-        best = pd.concat([_best(study, group) for _, group in frame.groupby(["model", *rest], sort=False)])
+        parts = []  # a model's runs at its best value of the axis, at which every seed has an outcome
+        for _, group in frame.groupby(["model", *rest], sort=False):
+            means = group.groupby(study.tuned, sort=False)[study.outcome].agg(lambda x: x.mean(skipna=False))
+            parts.append(group[group[study.tuned] == means.fillna(math.inf).idxmin()])
+        best = pd.concat(parts)
         tuned = best.assign(**{study.tuned: "best"})
         tried = list(dict.fromkeys(value_text(cell.point[study.tuned]) for cell in study.cells))
-        groups = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
-        for (_, group), (_, real) in zip(*groups, strict=True):
+        pairs = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
+        for (_, group), (_, real) in zip(*pairs, strict=True):
             value = real[study.tuned].iloc[0]
             edge = ", at the edge" if value in (tried[0], tried[-1]) else ""  # a better value may lie outside
             row, change = _compared(study, tuned, rest, group)
@@ -263,14 +241,6 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
         few = f": {change.n} of the {MIN_SEEDS} seeds needed" if change.n < MIN_SEEDS else ""
         row["verdict"] = f"{words.get(verdict.status, verdict.status)}{few or row['formed']}"
     return pd.DataFrame([row for row, _ in rows]).drop(columns="formed")
-
-
-def _best(study: Study, group: pd.DataFrame) -> pd.DataFrame:
-    """A model's runs at its best value of the tuned axis, at which every seed has an outcome."""
-    means = group.groupby(study.tuned, sort=False)[study.outcome].apply(
-        lambda x: math.inf if x.isna().any() else x.mean()
-    )
-    return group[group[study.tuned] == means.idxmin()]
 
 
 def _compared(

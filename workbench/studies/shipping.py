@@ -1,10 +1,4 @@
-"""Shipping of a finished study: its records and telemetry in a few files, or run folders with some steps' weights.
-
-    data/evidence/sinks/                  the files of `storage.packed`
-    data/models/models-transformer-s0/    run folder with step_000512/ ...: bfloat16 weights, measured as they ship
-
-Values have seven digits. Losses and coefficients ship from the telemetry, and the loss of both ends from the values per document.
-"""
+"""Shipping of a finished study: its records and telemetry in a few files, or run folders with some steps' weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,9 +17,8 @@ import torch
 from workbench.checkpoints.identify import step_folder
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import TOKENIZER
-from workbench.claims.by_metric import ByMetric
 from workbench.claims.collect import TELEMETRY, collect
-from workbench.claims.evidence import Evidence
+from workbench.claims.evidence import ByMetric, Evidence
 from workbench.claims.judging import chosen
 from workbench.claims.registry import Claim
 from workbench.console import Progress
@@ -50,19 +43,9 @@ def ship(
 ) -> Path:  # fmt: skip
     """Measure what claims need of a study's finished runs, write `out/<study>`, and return it.
 
-    Args:
-        study: The study.
-        file: Its TOML file.
-        runs: Folder in which it was trained.
-        out: Folder of shipped studies.
-        questions: Questions whose metrics ship; all by default. Other metrics are left out, since they may be measured on some runs only.
-        commit: Commit of the code that trained the runs; the current one by default.
-        weights: Steps whose weights ship too.
-        workers: Number of processes, or a cluster; see `run_jobs`.
-        progress: Called with (done, all, run) after each run.
-
-    Raises:
-        WorkbenchError: A run is not finished or lacks such a step, or a metric is measured on some of the runs that need it.
+    Only metrics of the `questions` ship (default all), since others may be measured on some runs only. Values have seven digits; losses and
+    coefficients ship from the telemetry. `weights` are the steps whose weights ship too. Raises `WorkbenchError` for a run that is not
+    finished or lacks such a step, and for a metric that some of the runs that need it lack.
     """
     asked, runs = chosen(questions), unpacked(runs)
     planned = [runs / run.name for run in plan(study, runs)]
@@ -86,16 +69,38 @@ def ship(
             file_before.unlink(missing_ok=True)
         for run_before in place.glob(f"*/{RUN_FILE}"):
             shutil.rmtree(run_before.parent)
-        if weights:
-            for run in kept:
-                _write_run(run, shipped[run.name], place / run.name)
-        else:
-            tables = {kind: _together([tables[kind] for _, tables in shipped.values()]) for kind in TABLES}
+        for run in kept if weights else ():
+            info, of_run = shipped[run.name]
+            write_json(place / run.name / RUN_FILE, info)
+            for step in run.steps:
+                shutil.copytree(run.step_folder(step), step_folder(place / run.name, step))
+            if (tokenizer := run.path / TOKENIZER).exists():
+                shutil.copyfile(tokenizer, place / run.name / TOKENIZER)
+            for kind, frame in of_run.items():
+                if len(frame):
+                    table_file = place / run.name / TABLES[kind].format(0, run.train.steps)
+                    write_table(_small(frame), table_file, compression="zstd", compression_level=19)
+        if not weights:
+            full = {kind: [_small(t[kind]) for _, t in shipped.values() if len(t[kind])] for kind in TABLES}
+            tables = {
+                k: pa.concat_tables(t, promote_options="permissive") if t else pa.table({}) for k, t in full.items()
+            }
             pack(place, {name: info for name, (info, _) in shipped.items()}, tables)
     shutil.copyfile(file, place / f"{study.name}.toml")
+    if commit is None and (git := shutil.which("git")):
+        asked_git = [git, "rev-parse", "--short", "HEAD"]
+        answer = subprocess.run(asked_git, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+        commit = answer.stdout.strip() or None
+    minutes = 0.0
+    for run in opened:  # from the logged pace
+        pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
+        tokens = (
+            pace["step"].astype(float).diff().fillna(pace["step"].astype(float) + 1) * run.train.batch * run.train.T
+        )
+        minutes += float((tokens / pace["value"]).sum() / 60)
     write_json(place / STUDY, {
-        "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit or _commit(),
-        "runs": len(opened), "training_minutes": round(sum(map(_minutes, opened)), 1), "machine": "CPU, one thread a run",
+        "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit,
+        "runs": len(opened), "training_minutes": round(minutes, 1), "machine": "CPU, one thread a run",
         "not measured": problems, **written_now(),
     })  # fmt: skip
     return place
@@ -146,45 +151,9 @@ def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
     return info | {"shipped": {"study": study, "steps": steps}}, tables
 
 
-def _write_run(run: Run, shipped: Shipped, place: Path) -> None:
-    info, tables = shipped
-    write_json(place / RUN_FILE, info)
-    for step in run.steps:
-        shutil.copytree(run.step_folder(step), step_folder(place, step))
-    if (tokenizer := run.path / TOKENIZER).exists():
-        shutil.copyfile(tokenizer, place / TOKENIZER)
-    for kind, frame in tables.items():
-        if len(frame):
-            write_table(
-                _small(frame), place / TABLES[kind].format(0, run.train.steps), compression="zstd", compression_level=19
-            )
-
-
 def _small(frame: pd.DataFrame) -> pa.Table:
     """Arrow table sorted by metric and step, without empty columns, with values of seven digits."""
     rows = frame.dropna(axis="columns", how="all").sort_values(["metric", "step"], kind="stable")
     types: dict[str, Any] = {str(c): "Int32" for c in rows if str(rows[c].dtype) == "Int64"}
     types |= {c: "float32" for c in ("value", "se") if c in rows}
     return pa.Table.from_pandas(rows.astype(types), preserve_index=False).replace_schema_metadata(None)
-
-
-def _together(tables: Sequence[pd.DataFrame]) -> pa.Table:
-    """One table of all runs, grouped by run."""
-    parts = [_small(frame) for frame in tables if len(frame)]
-    return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
-
-
-def _minutes(run: Run) -> float:
-    """Minutes of training, from the logged pace."""
-    pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
-    tokens = pace["step"].astype(float).diff().fillna(pace["step"].astype(float) + 1) * run.train.batch * run.train.T
-    return float((tokens / pace["value"]).sum() / 60)
-
-
-def _commit() -> str | None:
-    git = shutil.which("git")
-    if git is None:
-        return None
-    here = Path(__file__).parents[2]
-    asked = subprocess.run([git, "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None

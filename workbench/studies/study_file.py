@@ -27,7 +27,7 @@ import dataclasses
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,9 @@ KEYS = (
 SECTIONS = ("options", "model", "recipe", "data")
 MODEL_KEYS = ("architecture", "name", "baseline", "vary", *SECTIONS)
 DATA_KEYS = {
-    "text": ("kind", "texts", "vocabulary", "bos"),
-    "repeated": ("kind", "vocabulary", "shortest"),
+    "text": ("kind", "texts", "vocabulary", "bos"), "repeated": ("kind", "vocabulary", "shortest"),
     "backcopy": ("kind", "vocabulary", "triggers", "start"),
-}
+}  # fmt: skip
 MEASURE_KEYS = ("metrics", "steps", "n")
 OUTCOMES = {  # what a value below and above the baseline's is called
     "validation_loss": ("lower", "higher"), "formation_step": ("earlier", "later"), "sink_step": ("earlier", "later"),
@@ -128,33 +127,48 @@ def read_study(path: str | Path) -> Study:
         raise UnknownName("outcome", outcome, OUTCOMES)
     if preset not in PRESETS:
         raise UnknownName("preset", preset, PRESETS)
-    common = {s: _table(f"{s} of the study", raw.get(s, {})) for s in ("model", "recipe", "data")}
-    cells = tuple(_cells(raw, common, file))
+    cells = tuple(_cells(raw, file))
     measure = _table("measure", raw.get("measure", {}))
     _known("measure", measure, MEASURE_KEYS)
     study = Study(
         name=file.stem, question=str(raw["question"]), preset=preset, seeds=tuple(seeds), outcome=outcome,
         tuned=raw.get("tuned"), rates_from=raw.get("rates_from"), cells=cells, measure=measure,
     )  # fmt: skip
-    _refuse(study)
+    models, names = list(dict.fromkeys(cell.model for cell in cells)), [cell.folder for cell in cells]
+    if unknown := [cell.baseline for cell in cells if cell.baseline not in models]:
+        raise UnknownName("baseline", unknown[0], models)
+    if study.tuned is not None and study.tuned not in study.axes:
+        raise UnknownName("tuned axis of the grid", study.tuned, study.axes)
+    if len(set(names)) < len(names):
+        raise BadData(f"two models are called {next(n for n in names if names.count(n) > 1)!r}; give one a name")
+    for cell in cells:
+        _refuse_cell(cell, outcome)
+    sinks = "sink_mass" in measure.get("metrics", ()) and measure.get("steps") == "all"
+    if outcome == "sink_step" and not sinks:
+        raise BadData('outcome sink_step needs measure = { metrics = ["sink_mass", ...], steps = "all" }')
     return study
 
 
-def _merged(layers: Sequence[Mapping[str, Any]], section: str, file: Path) -> dict[str, Any]:
-    """Section with later layers over earlier ones; data of another kind replace all earlier data settings."""
-    found: dict[str, Any] = {}
-    for layer in layers:
-        raw = layer.get(section, {})
-        found = dict(raw) if section == "data" and "kind" in raw else found | raw
-    if section == "data" and "texts" in found:  # paths are as seen from the study file; names of data sets stay
-        texts = _list("texts", found["texts"])
-        found["texts"] = [t if is_dataset(t) else str((file.parent / t).resolve()) for t in texts]
-    return found
+def _refuse_cell(cell: Cell, outcome: str) -> None:
+    """Raise for settings that would fail in every run of a cell."""
+    from workbench.models import architecture
+
+    settings = cell.settings
+    _known(f"option of {cell.architecture}", settings["options"], architecture(cell.architecture).options)
+    _known("config key", settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
+    _known("training key", settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
+    kind = _text("kind of data", settings["data"].get("kind", "text"))
+    if kind not in DATA_KEYS:
+        raise UnknownName("kind of data", kind, DATA_KEYS)
+    _known(f"key of {kind} data", settings["data"], DATA_KEYS[kind])
+    if outcome == "formation_step" and kind == "text":
+        raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
 
 
-def _cells(raw: Mapping[str, Any], common: Mapping[str, Mapping[str, Any]], file: Path) -> Iterator[Cell]:
-    grid = _axes("grid", raw.get("grid", {}))
-    entries = raw["models"]
+def _cells(raw: Mapping[str, Any], file: Path) -> Iterator[Cell]:
+    """Models x grid: later layers of settings override earlier ones, and data of another kind replace all data settings."""
+    common = {s: _table(f"{s} of the study", raw.get(s, {})) for s in ("model", "recipe", "data")}
+    grid, entries = _points(_axes("grid", raw.get("grid", {}))), raw["models"]
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise BadData("models: give at least one [[models]] table with an architecture")
     for entry in entries:
@@ -164,16 +178,22 @@ def _cells(raw: Mapping[str, Any], common: Mapping[str, Mapping[str, Any]], file
         for key in ("architecture", "name", "baseline"):
             _text(f"{key} of a model", entry.get(key, ""))
         own = {s: _table(f"{s} of {entry['architecture']}", entry.get(s, {})) for s in SECTIONS}
-        for chosen in _points(_axes("vary", entry.get("vary", {}))):
-            labels = [f"{axis}={value_text(value)}" for axis, (value, _) in chosen.items()]
-            name = " ".join([entry.get("name", entry["architecture"]), *labels])
-            for point in _points(grid):
-                layers = [common, own, *(s for _, s in chosen.values()), *(s for _, s in point.values())]
-                settings = {s: _merged(layers, s, file) for s in SECTIONS}
-                yield Cell(
-                    model=name, baseline=entry.get("baseline", raw["baseline"]), architecture=entry["architecture"],
-                    point={axis: value for axis, (value, _) in point.items()}, settings=settings,
-                )  # fmt: skip
+        for variant, point in itertools.product(_points(_axes("vary", entry.get("vary", {}))), grid):
+            labels = [f"{axis}={value_text(value)}" for axis, (value, _) in variant.items()]
+            settings: dict[str, dict[str, Any]] = {}
+            for section in SECTIONS:
+                merged = dict[str, Any]()
+                for layer in (common, own, *(s for _, s in variant.values()), *(s for _, s in point.values())):
+                    given: Mapping[str, Any] = layer.get(section, {})
+                    merged = dict(given) if section == "data" and "kind" in given else {**merged, **given}
+                settings[section] = merged
+            if "texts" in (data := settings["data"]):  # paths are as seen from the study file; names of data sets stay
+                texts = _list("texts", data["texts"])
+                data["texts"] = [t if is_dataset(t) else str((file.parent / t).resolve()) for t in texts]
+            yield Cell(
+                model=" ".join([entry.get("name", entry["architecture"]), *labels]), baseline=entry.get("baseline", raw["baseline"]),
+                architecture=entry["architecture"], point={axis: value for axis, (value, _) in point.items()}, settings=settings,
+            )  # fmt: skip
 
 
 Choice = tuple[Any, Mapping[str, Mapping[str, Any]]]  # a value as it is shown, and the settings it stands for
@@ -181,56 +201,26 @@ Choice = tuple[Any, Mapping[str, Mapping[str, Any]]]  # a value as it is shown, 
 
 def _axes(kind: str, raw: Any) -> dict[str, list[Choice]]:
     """Axes with their choices; an axis of a section is named by its key."""
-    found: dict[str, list[Choice]] = {}
+    axes: dict[str, list[Choice]] = {}
     for name, values in _table(kind, raw).items():
         if name in SECTIONS:
             for key, choices in _table(f"{kind}.{name}", values).items():
-                found[key] = [(value, {name: {key: value}}) for value in _list(f"{kind}.{name}.{key}", choices)]
+                axes[key] = [(value, {name: {key: value}}) for value in _list(f"{kind}.{name}.{key}", choices)]
         elif isinstance(values, list) and all(isinstance(value, dict) and "name" in value for value in values):
-            for value in values:
-                _known(f"{kind}.{name}", value, ("name", *SECTIONS))
-            found[name] = [_choice(f"{kind}.{name}", value) for value in values]
+            where, axes[name] = f"{kind}.{name}", []
+            for point in values:
+                _known(where, point, ("name", *SECTIONS))
+                label = (
+                    point["name"] if type(point["name"]) in (int, float) else _text(f"name of {where}", point["name"])
+                )
+                axes[name].append((label, {s: _table(f"{s} of {where}", point[s]) for s in SECTIONS if s in point}))
         else:
             raise UnknownName(f"section of {kind} (an axis of points needs tables with a name)", name, SECTIONS)
-    return found
+    return axes
 
 
-def _choice(where: str, point: Mapping[str, Any]) -> Choice:
-    name = point["name"] if type(point["name"]) in (int, float) else _text(f"name of {where}", point["name"])
-    return name, {s: _table(f"{s} of {where}", point[s]) for s in SECTIONS if s in point}
-
-
-def _points(axes: Mapping[str, list[Choice]]) -> Iterator[dict[str, Choice]]:
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
-
-
-def _refuse(study: Study) -> None:
-    """Raise for names and keys that would fail in every run."""
-    from workbench.models import architecture
-
-    models = list(dict.fromkeys(cell.model for cell in study.cells))
-    for cell in study.cells:
-        if cell.baseline not in models:
-            raise UnknownName("baseline", cell.baseline, models)
-    if study.tuned is not None and study.tuned not in study.axes:
-        raise UnknownName("tuned axis of the grid", study.tuned, study.axes)
-    names = [cell.folder for cell in study.cells]
-    if len(set(names)) < len(names):
-        raise BadData(f"two models are called {next(n for n in names if names.count(n) > 1)!r}; give one a name")
-    for cell in study.cells:
-        _known(f"option of {cell.architecture}", cell.settings["options"], architecture(cell.architecture).options)
-        _known("config key", cell.settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
-        _known("training key", cell.settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
-        kind = _text("kind of data", cell.settings["data"].get("kind", "text"))
-        if kind not in DATA_KEYS:
-            raise UnknownName("kind of data", kind, DATA_KEYS)
-        _known(f"key of {kind} data", cell.settings["data"], DATA_KEYS[kind])
-        if study.outcome == "formation_step" and kind == "text":
-            raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
-    whole = "sink_mass" in study.measure.get("metrics", ()) and study.measure.get("steps") == "all"
-    if study.outcome == "sink_step" and not whole:
-        raise BadData('outcome sink_step needs measure = { metrics = ["sink_mass", ...], steps = "all" }')
+def _points(axes: Mapping[str, list[Choice]]) -> list[dict[str, Choice]]:
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def _known(kind: str, raw: Mapping[str, Any], choices: Any) -> None:

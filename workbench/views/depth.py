@@ -14,7 +14,7 @@ from workbench.claims.verdict import interval_table
 from workbench.claims.wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
-from workbench.plots import documents as drawn
+from workbench.plots.heads import documents
 from workbench.plots.style import plain, wrapped
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
@@ -422,7 +422,7 @@ def behind(source: Source, link: Link) -> Drawing:
     of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
     under = f"{of}; the {len(table)} of {len(values)} documents {ORDERS[order]}; dotted: mean of all"
     own = selected.rows[selected.rows["run"] == number.entry.name]
-    figure = drawn.documents(
+    figure = documents(
         table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: documents", under,
         (number.unit, plots.reading_direction(own)),
     )  # fmt: skip

@@ -280,7 +280,7 @@ def verdict(source: Source, link: Link) -> Drawing:
         tested = sum(math.isfinite(j.verdict.p) for j in all_judged)
         adjusted = f"{tested} claims" if judged.verdict.alone is not None and tested > 1 else ""
         return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
-    from workbench.claims.stored import stored  # imports torch
+    from workbench.claims.collect import stored  # imports torch
 
     runs = [e for e in _finished(source, link) if e.name in set(judged.verdict.runs)]
     evidence, _ = stored(runs, record_cache=source.cache.records, telemetry_cache=source.cache.telemetry)

@@ -42,10 +42,7 @@ UNKNOWN, BOS, EOS, FIRST_BYTE, FIRST_PIECE = 0, 1, 2, 3, 259  # token ids
 
 
 def read_weights(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | None:
-    """Return the tensors, by Llama's names, and the settings of a file; None for other files.
-
-    Raises `BadCheckpoint` for quantised or byte-swapped files, and for a size that does not fit the header.
-    """
+    """Return the tensors, by Llama's names, and the settings of a file; None for other files."""
     head, size = first_bytes(path), path.stat().st_size
     if head[:4] == MAGIC:
         version = int.from_bytes(head[4:8], "little")
@@ -142,10 +139,7 @@ def llama2c_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer | None:
 
 
 def read_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer:
-    """Return the tokenizer of a file: byte-pair encoding that joins the pair of the highest score, with bytes as fallback.
-
-    Raises `BadCheckpoint` for a damaged file and for one of another vocabulary.
-    """
+    """Return the tokenizer of a file: byte-pair encoding that joins the pair of the highest score, with bytes as fallback."""
     data = read_bytes(path)
     pieces, scores, offset = list[str](), list[float](), 4
     try:

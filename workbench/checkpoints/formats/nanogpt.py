@@ -23,10 +23,7 @@ EMBEDDINGS, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight"
 
 
 def gpt2(state: State, dtype: Dtype = None) -> Any:
-    """Return the `GPT2LMHeadModel` of a nanoGPT state, in evaluation mode; None for other tensor names.
-
-    Raises `NotCovered` for settings of forks, `BadCheckpoint` for tensors that do not fit the settings.
-    """
+    """Return the `GPT2LMHeadModel` of a nanoGPT state, in evaluation mode; None for other tensor names."""
     if not {EMBEDDINGS, POSITIONS} <= state.tensors.keys():
         return None
     from transformers import GPT2Config, GPT2LMHeadModel
