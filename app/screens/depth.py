@@ -52,7 +52,7 @@ def depth_page(link: Link) -> None:
     panel = st.expander("Measure these models", icon=":material/add_chart:", on_change="rerun", key="open_measure")
     if panel.open and runs:
         with panel:
-            metric = st.selectbox("Measure", depth.measurable(), key="w_measure", format_func=widgets.spaced)
+            metric = st.selectbox("Measure", depth.measures_by_layer(), key="w_measure", format_func=widgets.spaced)
             step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
             if measure_box(
                 f"depth_{metric}_{step}", runs, [(step, metric)], f"Measure at step {step}", depth.DOCUMENTS

@@ -69,7 +69,7 @@ def start_page(link: Link) -> None:
 
 
 def _introduction() -> None:
-    """What the project is about in two sentences and a diagram, and three ways on."""
+    """Draw two sentences and a diagram about the project, and three cards."""
     words, picture = st.columns([3, 2], vertical_alignment="center")
     words.markdown(
         "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) adds the values of layer 1, "

@@ -124,7 +124,7 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
 
 
 def _log_facts(run: Run, data: Any) -> dict[str, Any]:
-    """The row of a training log: what the user said of its training; all else is null, which equals only other unknowns."""
+    """Return the row of a training log. Facts that the user did not give are null, which equals only other unknowns."""
     log = run.info["log"]
     known = log["known"]
     row = {

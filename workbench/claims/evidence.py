@@ -187,7 +187,7 @@ class Evidence:
         """Return the runs of the setting with most seeds that has every wanted model; `Claim.judge` judges all such settings.
 
         Runs of one setting have equal data, length, size and recipe. Their learning rates are equal, or each is the best of its model
-        in a sweep of other seeds. Of several names in a tuple one is enough; `ignoring` are settings that may differ. Among equal
+        in a sweep of other seeds. One name of each tuple is enough; `ignoring` are settings that may differ. Among equal
         numbers of seeds, settings with the control come first, then larger models, longer trainings, and a lower loss of the first
         model. Raises `InsufficientEvidence` for a missing model, and for models that were never trained under equal conditions.
         """

@@ -46,7 +46,7 @@ def tracebacks_shown() -> bool:
     return _SETTINGS["debug"]
 
 
-def checked(value: Any, param: typer.CallbackParam) -> Any:
+def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
     """Return the value of an argument, refused here if it is wrong: before the command imports PyTorch."""
     match param.name:
         case "quiet":
@@ -85,7 +85,7 @@ def checked(value: Any, param: typer.CallbackParam) -> Any:
     return value
 
 
-_QUIET = typer.Option("--quiet", "-q", callback=checked, help="Show no progress.")
+_QUIET = typer.Option("--quiet", "-q", callback=checked_argument, help="Show no progress.")
 _DEBUG = typer.Option("--debug", callback=show_tracebacks, is_eager=True, help="Show the full traceback of an error.")
 
 
@@ -159,7 +159,8 @@ app = Application(
 @app.callback()
 def workbench_command(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=checked, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", "-V", callback=checked_argument, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """An interpretability workbench for value-residual transformers."""
@@ -184,7 +185,7 @@ def runs_and_models(incomplete: str) -> list[str]:
     return sorted(name for name in {*names, *paths} if name.startswith(incomplete) and not name.startswith("."))
 
 
-Out = functools.partial(typer.Option, "--out", "-o", callback=checked)
+Out = functools.partial(typer.Option, "--out", "-o", callback=checked_argument)
 Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; default $WORKBENCH_RUNS, then ./runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Number of processes; default one per core.")]
@@ -194,39 +195,41 @@ On = Annotated[
     typer.Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
 ]
 Device = Annotated[
-    str | None, typer.Option(callback=checked, help="cpu, cuda, cuda:0, mps; default the best one available.")
+    str | None, typer.Option(callback=checked_argument, help="cpu, cuda, cuda:0, mps; default the best one available.")
 ]
 ArchitectureName = Annotated[
     str,
     typer.Argument(
-        callback=checked,
+        callback=checked_argument,
         autocompletion=completing("workbench.models.registry", "ARCHITECTURES"),
         help="A name of `workbench list architectures`, or a+b.",
     ),
 ]
-PresetName = Annotated[str, typer.Option(callback=checked, help="A name of `workbench list presets`.")]
+PresetName = Annotated[str, typer.Option(callback=checked_argument, help="A name of `workbench list presets`.")]
 Measures = functools.partial(
     typer.Option,
     "--metric",
     "-m",
-    callback=checked,
+    callback=checked_argument,
     autocompletion=completing("workbench.cli.listing", "measures"),
 )
 RunOrModel = functools.partial(typer.Argument, autocompletion=runs_and_models)
 Documents = Annotated[int, typer.Option("--documents", min=1, help="Largest number of documents.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option(callback=checked, help="Architecture option as key=value, for example lambda_v1=0.3."),
+    typer.Option(callback=checked_argument, help="Architecture option as key=value, for example lambda_v1=0.3."),
 ]
 ModelKeys = Annotated[
-    list[str] | None, typer.Option(callback=checked, help="Model setting as key=value, for example n_layers=8.")
+    list[str] | None,
+    typer.Option(callback=checked_argument, help="Model setting as key=value, for example n_layers=8."),
 ]
 RecipeKeys = Annotated[
-    list[str] | None, typer.Option(callback=checked, help="Training setting as key=value, for example lr=1e-3.")
+    list[str] | None,
+    typer.Option(callback=checked_argument, help="Training setting as key=value, for example lr=1e-3."),
 ]
 ConfigKeys = Annotated[
     list[str] | None,
-    typer.Option(callback=checked, help="Setting that the files lack, as key=value, for example n_heads=8."),
+    typer.Option(callback=checked_argument, help="Setting that the files lack, as key=value, for example n_heads=8."),
 ]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")]
 Download = Annotated[

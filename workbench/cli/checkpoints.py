@@ -61,7 +61,7 @@ def import_checkpoints(
 ) -> None:
     """Import checkpoints as a run, or training logs as runs without weights. Files are never unpickled.
 
-    Of logs, --config states what is known of the training: parameters, tokens_per_step, warmup, lr.
+    With logs, --config gives the known facts of the training: parameters, tokens_per_step, warmup, lr.
     """
     from workbench.console import note, progress
     from workbench.environment import BUILDERS

@@ -131,7 +131,7 @@ class FoundSinks:
 
 
 class ColumnExcess:
-    """Mean attention to each position minus that of uniform causal attention, by head, for positions that a quarter of queries see."""
+    """Mean attention to each position minus the uniform causal value, by head. A position counts if a quarter of the queries see it."""
 
     def __init__(self) -> None:
         self.sum, self.count = torch.zeros(0, 0, dtype=torch.double), torch.zeros(0, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""What a prompt's streams and output predict: the logit lens, next-token probabilities and the loss per token."""
+"""The logit lens, next-token probabilities and the loss per token of a prompt."""
 
 from __future__ import annotations
 

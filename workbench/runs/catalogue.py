@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def numbers_only(self) -> str:
-        """What the run is in words if it never has checkpoints, else empty."""
+        """Description of a run without checkpoints; empty for other runs."""
         return {"recorded": "a recording", "log": "a training log"}.get(self.kind, "")
 
     @property

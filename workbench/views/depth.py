@@ -103,7 +103,7 @@ def depth_options(source: Source, link: Link) -> DepthOptions:
                         spread=link.choice("spread", plots.SPREADS, kind="error bars"))  # fmt: skip
 
 
-def measurable() -> list[str]:
+def measures_by_layer() -> list[str]:
     """Names of all measures and experiments."""
     from workbench.interventions import INTERVENTIONS
     from workbench.metrics import METRICS
@@ -172,7 +172,7 @@ def course(source: Source, link: Link) -> Drawing:
 
 @view("depth")
 def differences(source: Source, link: Link) -> Drawing:
-    """The paired difference by layer, over seeds, with its interval: of each model from the Transformer, or of A from B."""
+    """Draw the paired difference by layer over seeds with its interval. Each model is compared with the Transformer, or A with B."""
     selected = depth_options(source, link)
     if not selected.is_paired:
         raise WorkbenchError("no layers to pair, or one model only")

@@ -165,7 +165,7 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
 
 
 def _at(rows: pd.DataFrame, step: int | None, *, strict: bool = False) -> pd.DataFrame:
-    """The heads of each run at its last measured step up to `step` (else its first), with values at step 0 and the baseline.
+    """Return the heads of each run at its last measured step up to `step` (else its first), with values at step 0 and the baseline.
 
     `strict`: at that step itself; raises `WorkbenchError` if it was not measured.
     """

@@ -427,7 +427,7 @@ def measure_metrics(
 
 
 def prompt_notes(entry: Entry, text: str) -> list[str]:
-    """Return how a prompt of symbols differs from what was typed, and from the sequences of the run's training."""
+    """Describe how a prompt of symbols differs from the typed text and from the training sequences."""
     notes = []
     if entry.kind in LETTERS and any(c.isspace() for c in text.strip()):
         notes.append("This model has no space among its symbols: spaces and line ends are left out.")

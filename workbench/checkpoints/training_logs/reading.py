@@ -181,7 +181,7 @@ def seconds_per_step(total: Curve, average: Curve) -> Curve:
 
 @cache
 def log_readers() -> tuple[LogReader, ...]:
-    """Return the readers in the order of their file names; `text` comes last, since any text may be a log."""
+    """Return the readers in the order of their file names; `text` comes last because it accepts any text."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     readers = [module.READER for module in modules if hasattr(module, "READER")]
     return tuple(sorted(readers, key=lambda reader: reader.name == "text"))

@@ -55,8 +55,8 @@ Failed = Callable[[Exception], object]
 class CallHandler(Protocol):
     """Handler of intercepted calls; each method runs the call and returns its result to the module. Some need not be handled."""
 
-    reads_matrices = True  # whether `matrix` is called
-    reads_tables = True  # whether `looked_up` is called
+    reads_matrices: bool = True  # whether `matrix` is called
+    reads_tables: bool = True  # whether `looked_up` is called
 
     def fused(self, call: FusedCall) -> Any:
         """Handle a fused attention."""
