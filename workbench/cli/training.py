@@ -25,7 +25,7 @@ from workbench.cli.arguments import (
     Runs,
     Workers,
     app,
-    checked,
+    checked_argument,
     key_values,
     print_result,
 )
@@ -109,7 +109,7 @@ def train_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
     text: Texts = None,
     task: Annotated[
-        str, typer.Option(callback=checked, help="text, repeated (random tokens repeated once) or backcopy.")
+        str, typer.Option(callback=checked_argument, help="text, repeated (random tokens repeated once) or backcopy.")
     ] = "text",
     shortest: Annotated[
         int | None, typer.Option(help="Task repeated: draw each period between this and half the length.")
