@@ -116,12 +116,9 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
     if budget < TESTED:
         pace, cost = evidence.of_runs(runs).telemetry("tokens_per_second").groupby("run")["value"].median(), ""
         if len(pace) == len(runs):  # all runs recorded their speed
-            least, best = (f"{k * runs['parameters'].max() / 1e6:.2g}" for k in (TESTED, NAMED))
-            hours = float((TESTED * runs.set_index("run")["parameters"] / pace).sum()) / 3600
-            cost = (
-                f" ({least} million tokens for each of {len(runs)} runs, about {hours:.2g} hours of one core at their speed; {best} "
-                f"million and {NAMED / TESTED:.0f} times as long for a verdict without that limit)"
-            )
+            tokens = TESTED * runs.set_index("run")["parameters"]
+            hours = float((tokens / pace).sum()) / 3600
+            cost = f": {len(runs)} runs of {tokens.max() / 1e6:.2g} million tokens, about {hours:.2g} hours of one core"
         return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed{cost}"
     if warm_up < WARM_UP:
         return f"{warm_up:.0f} warm-up steps, {WARM_UP} are needed"
