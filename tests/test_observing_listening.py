@@ -434,6 +434,19 @@ def test_a_call_of_the_module_itself_while_hooks_are_open_is_warned_of(ids):
     with observed.hooks([("blocks.1.attn.hook_v", lambda x, hook: module(ids) and None)]):
         observed(ids)  # a hook's own calls are its own matter
     module(ids)
+
+
+@pytest.mark.slow
+def test_a_compiled_call_of_the_module_while_hooks_are_open_is_warned_of_too(ids):
+    module = large(GPT())
+    observed, compiled = see(module, ids), torch.compile(module, backend="eager")
+    plain = compiled(ids)[0]
+    with (
+        observed.hooks([("blocks.1.attn.hook_v", half)]),
+        pytest.warns(HooksNotCalled, match=r"hook_v do not fire: GPT was called itself"),
+    ):
+        assert torch.equal(compiled(ids)[0], plain)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
     with pytest.raises(WorkbenchError, match="use_cache=False"):
         observed.generate(ids, 2, use_cache=True)
     assert not leftovers(observed)

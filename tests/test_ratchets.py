@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 52_701  # lines of Python in workbench/ and app/
+TOTAL = 52_705  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_275,
     "workbench": 1_202,
@@ -29,7 +29,7 @@ LINES = {
     "workbench/measurement": 1_178,
     "workbench/metrics": 1_681,
     "workbench/models": 6_081,
-    "workbench/observing": 8_519,
+    "workbench/observing": 8_523,
     "workbench/plots": 2_938,
     "workbench/prompts": 1_967,
     "workbench/reports": 1_123,

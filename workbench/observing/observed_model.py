@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from workbench.data.tokenizer import as_tokenizer
 from workbench.errors import BadData, HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
+from workbench.kernels.switches import COMPILED_CODE
 from workbench.models.activations import LossFn, NamesFilter
 from workbench.models.hook_points import HookPoint, is_hooked
 from workbench.models.hooked import HookedModel, Hooks
@@ -528,13 +529,16 @@ class _PlainCalls:
         )  # `part` runs in calls of the model without its head
 
     def begin(self) -> None:
-        """Begin to watch, if there are hooks."""
+        """Begin to watch, if there are hooks; compiled code of the module runs as plain Python, which calls these hooks."""
+        if self.names and "torch._dynamo" in sys.modules:
+            COMPILED_CODE.begin(self)
         for module in self.watched if self.names else ():
             module.register_forward_pre_hook(self._warn)
 
     def end(self) -> None:
         """Stop watching."""
         remove_module_hooks(self, self.watched)
+        COMPILED_CODE.end(self)
 
     def _warn(self, module: nn.Module, args: Any) -> None:
         if not self.names or torch.compiler.is_compiling() or get_ident() != self.thread:
