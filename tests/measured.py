@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 from metric_outputs import ELSEWHERE
 
 from workbench.config import ModelConfig, TrainConfig
@@ -25,4 +26,4 @@ def trained(root):
 def table(frame, *also):
     """Values by what they are of, in one order."""
     axes = [c for c in COLUMNS if c not in ("value", "se", "n", "unit", "provenance", *also)]
-    return frame.set_index(axes)[["value", "se"]].sort_index()
+    return pd.DataFrame(frame).set_index(axes)[["value", "se"]].sort_index()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,9 +78,12 @@ def test_results_do_not_depend_on_the_batch(model):
 
 def test_rolling_predicts_each_token_once_with_as_much_context_as_fits(model, tokenizer):
     """Context 4, ids 0..9, prefix P: (P 0 1 2 | 0 1 2 3), (3 4 5 6 | 4 5 6 7), (5 6 7 8 | 8 9)."""
-    harness = Harness(model, prefix=99)
-    harness.model = type("Short", (), {"config": type("C", (), {"n_ctx": 4})})()
-    windows = [([*context, *predicted][:-1], predicted) for context, predicted in harness._windows(list(range(10)))]
+    harness, pairs = Harness(model, prefix=99), []
+    harness.model = SimpleNamespace(config=SimpleNamespace(n_ctx=4))
+    harness.text = SimpleNamespace(encode=lambda text: list(range(10)))
+    harness._score = lambda each: [pairs.append(pair) or (1.0, True) for pair in each]
+    assert harness.loglikelihood_rolling([Request(("",))]) == [3.0], "the sum over its windows"
+    windows = [([*context, *predicted][:-1], predicted) for context, predicted in pairs]
     assert windows == [([99, 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]
     text = "the cat sat on the mat"
     ids = [tokenizer.eos_id, *tokenizer.encode(text)]

@@ -94,7 +94,7 @@ def test_what_cannot_be_built_is_refused_in_words(ask, told):
         (torch.tensor([[True, False]]), "whole numbers"),
         (torch.zeros(1, 2, 3, dtype=torch.long), "whole numbers"),
         ([[1, 2], [3]], "rows of one length"),
-        (None, "text or whole numbers"),
+        (None, "text or whole numbers|tokens or input_ids="),
     ],
 )
 def test_unusable_tokens_are_refused(tiny, ids, told):

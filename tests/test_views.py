@@ -242,7 +242,7 @@ def test_relative_depth_ends_at_one(ask):
 
 
 def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):
-    drawing = drawn(ask, "depth?metric=sink_mass&depth=1")
+    drawing = drawn(ask, "depth?metric=sink_mass&depth=1&view=heads")
     assert list(drawing.figure.data[0].y) == [0, 1]
     assert drawing.sentence == "Relative depth applies to lines over layers only."
 

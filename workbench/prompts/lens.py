@@ -194,6 +194,6 @@ def next_tokens(model: HookedModel, prompt: PromptLike, position: int = -1, top:
         mine = log_p[: len(targets)].gather(-1, targets)
         loss[where.start + 1 : where.start + 1 + len(targets)] = array(-mine[:, 0])
     values, indices = probabilities.topk(min(top, model.config.d_vocab))
-    frame = pd.DataFrame({"rank": range(top), "id": indices.tolist(), "probability": values.tolist()})
+    frame = pd.DataFrame({"rank": range(len(values)), "id": indices.tolist(), "probability": values.tolist()})
     frame.insert(2, "token", prompt.strings(indices.tolist()))
     return Predictions(position=at, tokens=prompt.tokens, top=frame, probability=array(probabilities), loss=loss)
