@@ -24,7 +24,7 @@ def open_box(*, expanded: bool) -> None:
         path = st.text_input(
             "Folder, file, or name of a cached Hub model", key="open_path", placeholder="/models/checkpoint.pt or gpt2"
         )
-        st.caption(f"Files are read, never run. The model becomes a run in `{widgets.escaped(root())}`.")
+        st.caption(f"Files are read, never run. The model becomes a run in {widgets.escaped(root())}.")
         if st.button("Open", key="open_model", disabled=not path.strip()):
             st.session_state["opening"] = path.strip()
         if (asked := st.session_state.get("opening")) is None:

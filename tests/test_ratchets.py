@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 52_705  # lines of Python in workbench/ and app/
+TOTAL = 52_706  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_275,
     "workbench": 1_202,
@@ -37,7 +37,7 @@ LINES = {
     "workbench/statistics": 510,
     "workbench/storage": 944,
     "workbench/studies": 888,
-    "workbench/training": 1_774,
+    "workbench/training": 1_775,
     "workbench/views": 4_274,
 }
 USED_ONCE = 373  # private helpers whose name stands twice in its file

@@ -331,11 +331,12 @@ class _Loop:
                 self.telemetry.add(step, "learning_rate", learning_rate(step, config))
                 self.telemetry.add(step, "gradient_norm", total, part="all", unit="loss per weight")
                 self._note_gradients(gradients)
-                for shortcut in self.bare.shortcuts:
-                    for part, values in shortcut.coefficients().items():
-                        for layer, value in enumerate(values):
-                            if not math.isnan(value):
-                                self.telemetry.add(step, "coefficient", value, part=part, layer=layer, unit="weight")
+                with torch.no_grad():
+                    coefficients = [pair for s in self.bare.shortcuts for pair in s.coefficients().items()]
+                for part, values in coefficients:
+                    for layer, value in enumerate(values):
+                        if not math.isnan(value):
+                            self.telemetry.add(step, "coefficient", value, part=part, layer=layer, unit="weight")
         if config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
         self.optimiser.step()
