@@ -42,7 +42,7 @@ def test_no_part_breaks_on_any_folder(page, folders, kind, show):
     for chart in charts(at):
         assert len(chart.alt) > 20
     if kind == "populated":
-        assert len(charts(at)) == {"loss": 4, "gradients": 2, "coefficients": 2, "pace": 2}[show]
+        assert len(charts(at)) == {"loss": 3, "gradients": 2, "coefficients": 2, "pace": 2}[show]
         assert not at.warning
         assert not at.info
     if kind == "empty":

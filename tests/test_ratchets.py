@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 52_706  # lines of Python in workbench/ and app/
+TOTAL = 52_713  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_275,
+    "app": 3_282,
     "workbench": 1_202,
     "workbench/checkpoints": 3_480,
     "workbench/claims": 3_778,

@@ -28,7 +28,6 @@ GRADIENTS = (
 LOSSES = (
     (training.validation_loss, "validation_loss", "Loss per token on held-out text. **Lower is better.**"),
     (training.relative, "validation_loss", "Loss minus that of the Transformer of the same seed."),
-    (training.by_budget, "validation_loss", "The same over tokens per parameter; grey: published runs."),
     (training.copy_loss, "copy_loss", "Loss of the tokens that repeat earlier ones."),
     (training.train_loss, "train_loss", "Loss per token on the training batches."),
 )
@@ -144,8 +143,16 @@ def _draw(link: Link, shown: str, quantities: set[str]) -> None:
     else:
         with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
             for view, quantity, about in LOSSES if shown == "loss" else PACE:
-                if quantity in quantities and not (compared and view in (training.relative, training.by_budget)):
+                if quantity in quantities and not (compared and view is training.relative):
                     show(view, link, about=about)
+        if shown == "loss" and "validation_loss" in quantities and not compared:
+            words = "Over tokens per parameter, beside published runs"
+            panel = st.expander(words, icon=":material/query_stats:", on_change="rerun", key="open_budget")
+            if panel.open:
+                with panel:
+                    show(
+                        training.by_budget, link, about="Validation loss minus the Transformer's; grey: published runs."
+                    )
 
 
 if __name__ == "__main__":
