@@ -3,11 +3,11 @@
     python benchmarks/tokenizer_vocabulary.py               # a minute on one core
     python benchmarks/tokenizer_vocabulary.py --steps 300   # ten minutes: also trains a plain transformer at each size
 
-All numbers are of the validation side. `words` is the share of tokens that are one whole word of letters; `unigram`
-the bits per byte of a model that knows only how often a token occurs; `trained` those of four layers of width 96 after
-`--steps` steps of 16 x 128 tokens, which is the number to choose by: a larger vocabulary shows a model more text per
-step, and costs 2 x 96 parameters per entry. Beside the 4 x 12 x 96^2 = 442,368 parameters of the layers, 1,024 entries
-are the last size whose embeddings are under a third of the model. Python 3.11.7, --steps 300, one seed:
+All numbers are for the validation text. `words` is the share of tokens that are one whole word of letters. `unigram` is the bits
+per byte of a model that knows token frequencies alone. `trained` is the bits per byte of four layers of width 96 after `--steps`
+steps of 16 x 128 tokens, and selects the vocabulary. A larger vocabulary shows a model more text per step, and costs 2 x 96
+parameters per entry. The layers have 4 x 12 x 96^2 = 442,368 parameters. With 1,024 entries the embeddings are under a third of
+the model, and with the next size they are over it. Python 3.11.7, --steps 300, one seed:
 
      vocab   2*V*96   B/tok prose  B/tok python  words  unigram  trained  fit s
        258    49536          1.00          1.00  0.000    4.633    3.518   0.86
