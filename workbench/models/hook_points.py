@@ -186,9 +186,30 @@ def _matches(handle: HookHandle, including_permanent: bool, level: int | None) -
 
 def is_hooked(point: nn.Module) -> bool:
     """Return whether a hook point has hooks; raise in a compiled graph, which would store the answer."""
-    if torch.compiler.is_compiling():  # for a compiled part of a model; PyTorch then runs it outside the graph
+    refuse_graph()
+    return has_hooks(point)
+
+
+def refuse_graph() -> None:
+    """Raise in a compiled graph, which would store whether there are hooks; PyTorch then runs that part outside the graph."""
+    if torch.compiler.is_compiling():
         raise WorkbenchError(IN_A_GRAPH)
+
+
+def has_hooks(point: nn.Module) -> bool:
+    """Return whether a hook point has hooks, in code that no compiled graph contains."""
     return bool(point._forward_hooks or point._backward_hooks)
+
+
+def submodules(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its submodules once each, without the nested generators of `nn.Module.modules()`."""
+    parts, known = [module], {module}
+    for part in parts:  # grows
+        for child in part._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                parts.append(child)
+    return parts
 
 
 def read_only(hook: Callable[..., Any]) -> Any:

@@ -28,7 +28,7 @@ from workbench.data.tokenizer import as_tokenizer
 from workbench.errors import BadData, HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
 from workbench.kernels.switches import COMPILED_CODE
 from workbench.models.activations import LossFn, NamesFilter
-from workbench.models.hook_points import HookPoint, is_hooked
+from workbench.models.hook_points import HookPoint, is_hooked, submodules
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of, stream_hook
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
@@ -345,7 +345,8 @@ class Observed(HookedModel):
 
     def _warn_of_silent_hooks(self, run: HookedRun) -> None:
         """Warn of hook points with hooks that this run did not reach, with their layers."""
-        silent = [name for name, point in self.hook_dict.items() if is_hooked(point) and name not in run.fired]
+        points = self.hook_dict.items()
+        silent = [n for n, p in points if (p._forward_hooks or p._backward_hooks) and n not in run.fired]
         if silent:
             layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
             named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
@@ -562,8 +563,9 @@ class _PlainCalls:
 
 def refuse_dropout(module: nn.Module) -> None:
     """Raise `WorkbenchError` if dropout is active."""
-    for name, part in module.named_modules():
+    for part in submodules(module):
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+            name = next(name for name, other in module.named_modules() if other is part)
             raise WorkbenchError(f"dropout is active ({name}, p={part.p}): call module.eval() first")
 
 

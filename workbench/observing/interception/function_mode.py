@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
+from workbench.models.hook_points import submodules
 from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.matrix_calls import (
@@ -136,6 +137,8 @@ class InterceptionMode(TorchFunctionMode):
         self.silent = True
 
     def _handled(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "matrix" and not self.handler.reads_matrices:
+            return func(*args, **kwargs)
         if kind in _FUSED:
             return self.handler.fused(_FUSED[kind](func, args, kwargs))
         if kind == "writing":
@@ -182,7 +185,7 @@ class InterceptionMode(TorchFunctionMode):
 
 def attention_functions(module: nn.Module) -> list[str]:
     """Return the functions of Hugging Face's `AttentionInterface` that submodules use and the mode cannot see."""
-    names = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in module.modules()}
+    names = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in submodules(module)}
     return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
 
 

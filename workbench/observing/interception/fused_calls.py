@@ -217,7 +217,9 @@ def _block_table(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
 
 def sdpa_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     """Read a call of `torch.nn.functional.scaled_dot_product_attention`."""
-    named = {name: autocast(x) for name, x in (dict(zip(_FUSED, args, strict=False)) | dict(kwargs)).items()}
+    named = dict(zip(_FUSED, args, strict=False)) | dict(kwargs)
+    if torch.is_autocast_enabled(named["query"].device.type):
+        named = {name: autocast(x) for name, x in named.items()}
     scale = named.get("scale")
     scale = named["query"].shape[-1] ** -0.5 if scale is None else float(scale)
     causal, dropout = bool(named.get("is_causal", False)), float(named.get("dropout_p", 0.0))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
+from workbench.models.hook_points import HookedModule, HookPoint, has_hooks
 from workbench.observing.interception.weights import full_weight
 from workbench.observing.recognition.attention_calls import TracedAttention
 from workbench.observing.recognition.structure import LayerStructure, Part
@@ -47,10 +47,12 @@ class AttentionPoints(HookedModule):
 
     def hooked(self) -> dict[str, HookPoint]:
         """Return the hook points with hooks, by name."""
-        points: dict[str, Any] = dict(self._modules)
-        named = {name.removeprefix("hook_"): p for name, p in points.items() if name.startswith("hook_")}
-        named |= {OWN: self.own.hook_v} if "own" in self._modules else {}
-        return {name: point for name, point in named.items() if is_hooked(point)}
+        points: dict[str, Any] = {
+            name.removeprefix("hook_"): point
+            for name, point in self._modules.items()
+            if name.startswith("hook_") and (point._forward_hooks or point._backward_hooks)
+        }
+        return points | ({OWN: self.own.hook_v} if "own" in self._modules and has_hooks(self.own.hook_v) else {})
 
 
 class BlockPoints(HookedModule):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
-from workbench.models.hook_points import HookPoint, frozen_copy, is_hooked, may_write
+from workbench.models.hook_points import HookPoint, frozen_copy, has_hooks, may_write, refuse_graph
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
 from workbench.observing.interception.function_mode import Failed, InterceptionMode
@@ -50,7 +50,7 @@ class HookedAttention:
 
     def hooks_any(self, *names: str) -> bool:
         """Return whether one of these hook points has hooks."""
-        return any(name in self.points or name in self.together for name in names)
+        return not (self.points.keys().isdisjoint(names) and self.together.keys().isdisjoint(names))
 
 
 class HookedProjection(NamedTuple):
@@ -93,6 +93,7 @@ class RunState:
         self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool,
         masks: SeenMasks | None = None, segments: Segments | None = None, failed: Failed | None = None,
     ) -> None:  # fmt: skip
+        refuse_graph()
         self.failed = failed  # handles errors in a run that must continue
         self.fired: set[str] = set()  # hook points that were reached
         self.masks, self.segments = masks, segments  # masks to record; documents of the attention statistics
@@ -114,7 +115,7 @@ class RunState:
         self.mixtures: dict[int, dict[int, HookPoint]] = {}  # layers whose mixed values or their weights are hooked
         for i, block in enumerate(points.blocks):
             if {"v_mix", "v_weights"} & self.layer_points[i].keys() or any(
-                is_hooked(point) for point in (*block.source_points.values(), block.table_point) if point is not None
+                has_hooks(point) for point in (*block.source_points.values(), block.table_point) if point is not None
             ):
                 self.mixtures[i] = block.source_points
         self.own_values_read = {j for i, sources in self.mixtures.items() for j in (*sources, i)}
@@ -122,7 +123,7 @@ class RunState:
         names = {points.blocks[i].mixture.table for i in self.mixtures} - {""}
         self.tables_read = {name: structure.tables[name] for name in names}
         embed = structure.embed
-        is_bare = embed is not None and embed.module == LOOKUP and points.embed is not None and is_hooked(points.embed)
+        is_bare = embed is not None and embed.module == LOOKUP and points.embed is not None and has_hooks(points.embed)
         self.embed = embed if is_bare else None
         parameters = {read.parameter for read in (*self.tables_read.values(), self.embed) if read is not None}
         self.looked_up_in = {id(module.get_parameter(name)): name for name in parameters}
@@ -165,7 +166,7 @@ class RunState:
                 listen_to_product(i, layer.z, self.matrix_inputs, partial(RunState.fire_z, i=i))
             for name in ("attn_out", "mlp_out"):
                 location, point = getattr(layer, name), getattr(block, f"hook_{name}", None)
-                if location is not None and location.site is not None and point is not None and is_hooked(point):
+                if location is not None and location.site is not None and point is not None and has_hooks(point):
                     fire = partial(RunState.fire_addition, point=point, factor=location.factor)
                     listen_to_product(i, location, self.matrix_outputs, fire)
         self.reads_matrices, self.reads_tables = (
@@ -181,10 +182,11 @@ class RunState:
 
     def _attentions_of(self, i: int) -> list[HookedAttention]:
         layer, n = self.layers[i], len(self.layers[i].parts)
-        each = [points.hooked() for points in self.points.blocks[i].parts(n)] if n else []
-        together = dict(self.layer_points[i]) if n > 1 else {}
+        hooked = dict(self.layer_points[i])
         if layer.z is not None:  # fires on W_O's input
-            (together if n > 1 else each[0] if each else {}).pop("z", None)
+            hooked.pop("z", None)
+        each = [points.hooked() for points in self.points.blocks[i].parts(n)] if n > 1 else [hooked][:n]
+        together = hooked if n > 1 else {}
         return [
             HookedAttention(
                 i, number, n, part, points, together,
@@ -252,7 +254,7 @@ class RunState:
 
     def is_hooked(self, point: Any) -> bool:
         """Return whether a hook point has hooks in this run."""
-        return point in self.frozen if self.frozen else point is not None and is_hooked(point)
+        return point in self.frozen if self.frozen else point is not None and has_hooks(point)
 
     def may_write(self) -> bool:
         """Return whether some hook of this run may edit its tensor."""
