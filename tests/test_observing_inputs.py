@@ -141,3 +141,11 @@ def test_what_cannot_be_read_for_its_ids_is_refused_and_the_advice_works(llama):
         see(llama, [TEXT, TEXT[:9]], tokenizer=byte_level())
     with pytest.raises(WorkbenchError, match="8 positions or more"):
         see(llama, "The cat", tokenizer=byte_level())
+
+
+def test_models_that_differ_in_their_call_have_rows_of_their_own(llama):
+    module, ids = llama, torch.arange(24).reshape(2, 12) % 50
+    plain = see(module, ids)
+    shifted = see(module, ids, call=lambda m, x: m((x + 1) % 50))
+    records = workbench.measure([plain, shifted, plain], metrics="sink_mass", data=ids)
+    assert len(set(records["run"])) == 2

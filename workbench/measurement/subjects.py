@@ -43,6 +43,7 @@ class Subject:
     step: int = 0
     device: str | None = None
     in_hand: Transformer | None = None
+    number: int = 1  # among observed models of one call with equal weights, which may differ in `call=`
     only_here: OnlyHere | None = None  # error of a failed upload, raised after everything is measured
     absent: dict[str, str] = field(default_factory=dict)  # reasons of measurements without numbers, by name
 
@@ -72,7 +73,7 @@ class Subject:
         source, architecture = self.model.source, self.model.architecture
         name = source.get("run") or source.get("path") or "in memory"
         if self.model.foreign is not None or name == "in memory":  # several models may share a class
-            name = f"{name} {self.weights[:SHORT]}"
+            name = f"{name} {self.weights[:SHORT]}" + (f" ({self.number})" if self.number > 1 else "")
         return {"run": name, "architecture": architecture, "seed": source.get("seed"), "step": source.get("step")}
 
     @property
@@ -121,6 +122,11 @@ def subjects(things: Any, steps: str | int | list[int], device: str | None) -> l
             result.append(Subject(in_hand=cast(Transformer, opened)))  # an observed module is used alike
         else:
             raise WorkbenchError(f"cannot measure a {type(thing).__name__}; give a model, a run or a path")
+    alike: dict[str, dict[int, int]] = {}
+    for subject in result:
+        if subject.in_hand is not None and subject.in_hand.foreign is not None:
+            numbers = alike.setdefault(subject.weights, {})
+            subject.number = numbers.setdefault(id(subject.in_hand), len(numbers) + 1)
     if not result:
         raise WorkbenchError("nothing to measure: no models or runs were given")
     return result
