@@ -2,6 +2,10 @@
 
 import json
 import math
+import sqlite3
+import struct
+import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +99,163 @@ def test_parameter_golf_keeps_the_loss_of_a_step_and_not_that_of_the_rounded_wei
     assert run["validation_loss"] == {178: 5.0593}
     assert run["validation_bits_per_byte"] == {178: 2.9964}
     assert run["train_loss"] == {1: 6.9334}
+
+
+@pytest.mark.parametrize(
+    ("line", "left_out"),
+    [
+        ("step 100 | train: loss 3.0 | val: loss 3.2", "names an evaluation"), ("[eval] step=100, loss=3.2", "names an evaluation"),
+        ("step 100 val ppl 20.1 loss 3.0", "names an evaluation"), ("step 100 loss 3.0 loss 3.1", "two values"),
+        ("step 100 loss 3.0 step 110 loss 2.9", "two steps"), ("step 10k loss 3.0", "rounded"), ("step 1 000 loss 3.0", "no number"),
+        ("step 100 loss 3.0 bits", "unit bits"), ("step 100 loss -3.0", "no cross-entropy"), ("[rank1] step 100 loss 3.1", "another rank"),
+        ("step 100 loss 3,25", "no known quantity"),
+    ],
+)  # fmt: skip
+def test_a_line_with_two_meanings_is_left_out_with_the_reason(tmp_path, line, left_out):
+    run, numbers = curves(written(tmp_path / "a.log", f"step 90 loss 4.0\n{line}\n"))
+    assert run == [{"train_loss": {90: 4.0}}]
+    assert [why for why in numbers.skipped if left_out in why], numbers.skipped
+
+
+def test_steps_and_losses_are_read_through_colours_quotes_and_separators(tmp_path):
+    text = (
+        "\x1b[32mstep 1_000\x1b[0m: loss \x1b[31m3.0\x1b[0m\r10%| | step 1,010/5,000 loss=2.9\r{'loss': 2.8, 'step': 1020}\n"
+        "iter 4080 micro step 3 step 1030: loss 2.7\nstep 1040 loss 2."
+    )
+    run, numbers = curves(written(tmp_path / "a.log", text))
+    assert run[0] == {"train_loss": {1000: 3.0, 1010: 2.9, 1020: 2.8, 1030: 2.7}}, "an optimiser step is no micro-batch"
+    assert any("cut off" in why for why in numbers.skipped)
+
+
+def test_a_loss_alone_on_a_line_has_a_step_only_beside_steps_of_llm_c(tmp_path):
+    runs, numbers = curves(written(tmp_path / "a.log", "step 500 loss 3.0\nval loss 3.25\n"))
+    assert runs == [{"train_loss": {500: 3.0}}]
+    assert numbers.skipped == {"val loss has no step": 1}
+
+
+def test_the_loss_of_a_file_that_is_named_after_an_evaluation_is_no_training_loss(tmp_path):
+    for name in ("val.csv", "eval/log.csv", "run_valid.txt"):
+        runs, numbers = curves(written(tmp_path / name, "step,loss\n1,3.0\n2,2.0\n"))
+        assert not runs or not runs[0], name
+        assert any("named after an evaluation" in why for why in numbers.skipped)
+    rows = [
+        {"step": s, "split": split, "loss": s + (split == "val")} for s in (1, 2) for split in ("train", "val", "test")
+    ]
+    pd.DataFrame(rows).to_json(tmp_path / "a.log", orient="records", lines=True)
+    assert one(tmp_path / "a.log") == {"train_loss": {1: 1, 2: 2}, "validation_loss": {1: 2, 2: 3}}, (
+        "JSON lines by content"
+    )
+
+
+def test_several_values_at_each_step_are_no_curve(tmp_path):
+    repeated = one(written(tmp_path / "a.csv", "step,loss\n1,3\n1,3\n2,2\n2,2\n"))
+    assert repeated == {"train_loss": {1: 3.0, 2: 2.0}}, "a line written twice"
+    runs, numbers = curves(written(tmp_path / "b.csv", "step,name,loss\n1,a,3\n1,b,4\n2,a,2\n2,b,3\n"))
+    assert runs == [{}]
+    assert numbers.skipped == {"train_loss has several values at most of its steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("step,loss,loss\n1,3,4\n", {"train_loss": {1: 3.0}}), ('step,loss\n"1,000",3\n', {"train_loss": {1000: 3.0}}),
+        ("step,loss\n1,3.25\n2,3.", {"train_loss": {1: 3.25}}),
+        ("step,loss,train_loss,train_runtime\n1,3,,\n2,,2.7,99\n", {"train_loss": {1: 3.0}}),
+        ('"Step","Group: a - val/loss","b - val/loss"\n"1","3","4"\n', {"validation_loss": {1: 4.0}}),
+    ],
+)  # fmt: skip
+def test_a_table_has_one_column_for_a_quantity(tmp_path, text, expected):
+    for name, data in {"a.csv": text, "wide.csv": text.encode("utf-16")}.items():
+        assert one(written(tmp_path / name, data)) == expected
+    with pytest.raises(BadData, match="decimal commas"):
+        one(written(tmp_path / "de.csv", "step;loss\n1.000;3,25\n"))
+
+
+def test_parts_of_a_tensorboard_run_are_one_run(tmp_path):
+    SummaryWriter = pytest.importorskip("tensorboardX", reason="extra tensorboard").SummaryWriter
+    for folder, loss in {"a/train": 3.0, "a/validation": 3.5, "b/loss_train": 2.0, "b/loss_val": 2.5}.items():
+        with SummaryWriter(str(tmp_path / "logs" / folder)) as writer:
+            writer.add_scalar("loss", loss, 10)
+    result = import_logs([tmp_path / "logs"], tmp_path / "runs", name="tb")
+    tables = {r.name: dict(zip(t["metric"], t["value"], strict=True)) for r in result.runs if len(t := r.telemetry())}
+    assert tables == {
+        "tb-s0": {"train_loss": 3.0, "validation_loss": 3.5}, "tb-s1": {"train_loss": 2.0, "validation_loss": 2.5},
+    }  # fmt: skip
+
+
+def test_mlflow_runs_have_the_names_of_their_experiments_in_both_stores(tmp_path):
+    text = {
+        "1": "experiment_id: '1'\nname: 'Own ''name'''\n",
+        "1/abc": "experiment_id: '1'\nrun_id: abc\nrun_name: base\n",
+    }
+    text["1/old"] = "experiment_id: '1'\nrun_id: old\nrun_name: base\nlifecycle_stage: deleted\n"
+    for folder, meta in text.items():
+        written(tmp_path / "mlruns" / folder / "meta.yaml", meta)
+    for run in ("abc", "old"):
+        written(tmp_path / "mlruns" / "1" / run / "metrics" / "loss", "17 4.5 0\n18 nan 100\n")
+        written(tmp_path / "mlruns" / "1" / run / "artifacts" / "out.log", "step 5 loss 2.0\n")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
+        store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT)")
+        store.execute("CREATE TABLE runs (run_uuid TEXT, name TEXT, experiment_id INTEGER, lifecycle_stage TEXT)")
+        store.execute("CREATE TABLE metrics (key TEXT, value REAL, timestamp INT, run_uuid TEXT, step INT, is_nan INT)")
+        store.execute("INSERT INTO experiments VALUES (1, 'Own ''name''')")
+        store.executemany("INSERT INTO runs VALUES (?, 'base', 1, ?)", [("abc", "active"), ("old", "deleted")])
+        rows = [
+            ("loss", v, 17, run, step, nan) for run in ("abc", "old") for v, step, nan in ((4.5, 0, 0), (0, 100, 1))
+        ]
+        store.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
+    for store in ("mlruns", "mlflow.db"):
+        (run,) = import_logs([tmp_path / store], tmp_path / "runs", name=f"of-{store}").runs
+        assert (run.architecture, run.info["log"]["name"]) == ("Own 'name'", "base abc")
+        assert run.telemetry()["value"].isna().tolist() == [False, True], "MLflow stores 0 in place of NaN"
+
+
+def wandb_file(path, records):
+    """A file as W&B's client writes it; a record that does not fit into a block has a first and a last part."""
+    data = b":W&B\xbe\xe1\0"
+    for record in records:
+        body = record.SerializeToString()
+        room = (1 << 15) - len(data) % (1 << 15) - 7
+        parts = [(1, body)] if len(body) <= room else [(2, body[:room]), (4, body[room:])]
+        for kind, part in parts:
+            data += struct.pack("<IHB", zlib.crc32(part, zlib.crc32(bytes([kind]))), len(part), kind) + part
+    return written(path, data)
+
+
+def test_a_wandb_file_is_one_run_without_its_console_output(tmp_path):
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="extra wandb").Record
+    start = Record()
+    start.run.run_id, start.run.display_name, start.run.run_group = "id1", "base", "lr 1"
+    records = [start, Record(output_raw={"line": "x" * 32_700})]  # so that the next record is cut in two
+    for call in range(3):
+        values = {"train/loss": 3.0 - call, "trainer/global_step": 10 * call, "_step": call, "name": "x"}
+        items = [{"key": key, "value_json": json.dumps(value)} for key, value in values.items()]
+        records.append(Record(history={"item": [*items, {"nested_key": ["val", "loss"], "value_json": "NaN"}]}))
+    folder = tmp_path / "wandb" / "offline-run-20260101_000000-id1"
+    file = wandb_file(folder / "run-id1.wandb", records)
+    written(folder / "files" / "output.log", "step 0 loss 3.0\n")
+    (run,) = import_logs([tmp_path / "wandb"], tmp_path / "runs", name="w").runs
+    assert (run.architecture, run.info["log"]["name"]) == ("lr 1", "base id1")
+    table = run.telemetry().pivot_table(index="step", columns="metric", values="value", dropna=False)
+    assert table["train_loss"].to_dict() == {0: 3.0, 10: 2.0, 20: 1.0}
+    assert table["validation_loss"].isna().all()
+    whole = file.read_bytes()
+    assert one(written(file, whole[:-9]))["train_loss"] == {0: 3.0, 10: 2.0}, "the last record is cut off"
+    with pytest.raises(BadData, match="damaged at byte"):
+        one(written(file, whole[:-9] + b"123456789"))
+
+
+def test_links_are_followed_once_and_a_training_is_imported_once(tmp_path):
+    text = "".join(f"step {s} loss {5 - s / 10:.4f}\n" for s in range(6))
+    written(tmp_path / "other" / "b.log", text.replace("5.0", "5.1").replace("4.", "3."))
+    written(tmp_path / "logs" / "x" / "a.log", text)
+    written(tmp_path / "logs" / "x" / "a.csv", "step,loss\n" + "".join(f"{s},{5 - s / 10:.6f}\n" for s in range(6)))
+    (tmp_path / "logs" / "y").symlink_to(tmp_path / "other", target_is_directory=True)
+    (tmp_path / "logs" / "loop").symlink_to(tmp_path / "logs", target_is_directory=True)
+    (tmp_path / "logs" / "again.log").symlink_to(tmp_path / "other" / "b.log")
+    result = import_logs([tmp_path / "logs"], tmp_path / "runs", name="n")
+    assert sorted((run.name, run.info["log"]["setting"]) for run in result.runs) == [("n-n-s0", ""), ("n-x-s0", "x")]
+    assert any("with the losses of another log of their setting: a.log" in note for note in result.notes), result.notes
 
 
 def test_a_line_is_read_by_whole_names(tmp_path):
@@ -220,7 +381,7 @@ def test_fractional_steps_are_refused_and_not_cut(tmp_path):
         ("a.csv", "a,b\n1,2\n", "no column of steps"), ("a.csv", b"step,loss\n1,\"" + b"x" * 200_000, "cannot be read as table"),
         ("a.parquet", "PAR1 no table", "cannot be read"), ("trainer_state.json", '{"log_history": [1]}', "cannot be read"),
         ("trainer_state.json", "{", "cannot be read"), ("a.log", "nothing of interest\n", "no training log"),
-        ("a.jsonl", "{no\n", "cannot be read as table"), ("a.log", "step 5 of the plan\n", "no training log"),
+        ("a.jsonl", "{no\n", "the line is no JSON"), ("a.log", "step 5 of the plan\n", "no training log"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_error_of_ours_and_leaves_nothing(tmp_path, name, content, words):
@@ -378,7 +539,8 @@ def test_readers_recognise_files_by_name_or_content(tmp_path):
         "metrics.csv",
         "trainer_state.json",
         "TensorBoard events",
-        "MLflow metrics",
+        "MLflow",
+        "W&B",
     }
     assert reader_of(written(tmp_path / "a.bin", b"\0\1\2")) is None
     assert reader_of(tmp_path) is None

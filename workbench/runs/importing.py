@@ -50,7 +50,7 @@ def import_run(
     own = above if len(checkpoints) > 1 else only.name if only.is_dir() else only.stem
     place = place_of(runs, name or hub.short_name(str(path)) or own)
     if place.exists():
-        raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
+        raise WorkbenchError(f"{place} exists; choose another name with --name, or remove it")
     if builder and (architecture or options):
         raise WorkbenchError("a builder makes the module itself: architecture and options are settings of our decoder")
     given = Given(architecture, config or {}, options)

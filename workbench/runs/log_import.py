@@ -1,4 +1,4 @@
-"""Import of training logs without weights as runs (`workbench import LOG... --as NAME`).
+"""Import of training logs without weights as runs (`workbench import LOG... --name NAME`).
 
     logs/base/a.log  logs/base/b.log  logs/shared/a.log      settings `base` (seeds 0 and 1) and `shared` (seed 0)
 
@@ -34,10 +34,8 @@ from workbench.storage.mirror import push
 
 ROWS = 500_000  # of one telemetry file
 TOLD = 12  # reasons and files that a note lists
-ADVICE = {
-    ".wandb": "W&B's own file; export the history: wandb.Api().run(PATH).history(samples=10**9).to_csv(FILE)",
-    ".db": "a database; MLflow's: export each metric with MlflowClient.get_metric_history",
-}
+SHARED, PRINTED = 5, 5.1e-5  # losses that must be equal, and the rounding of four digits
+ADVICE = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "compressed; unpack it")
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,7 @@ def import_logs(
         logs, labels = _selected(logs, architecture, notes)
     else:
         labels = [_registered(architecture) if architecture else log.setting or name for log in logs]
+    logs, labels = _distinct(logs, labels, notes)
     seeds, counts = [], Counter[str]()
     for label in labels:
         seeds.append(counts[label])
@@ -115,7 +114,7 @@ def import_logs(
     names = _run_names(name, labels, seeds)
     taken = [place for run in names if (place := place_of(runs, run)).exists()]
     if taken:
-        raise WorkbenchError(f"{taken[0]} exists; choose another name with --as, or remove it")
+        raise WorkbenchError(f"{taken[0]} exists; choose another name with --name, or remove it")
     with _all_appearing([place_of(runs, run) for run in names]) as folders:
         for i, (log, label, seed, folder) in enumerate(zip(logs, labels, seeds, folders, strict=True)):
             if progress:
@@ -140,45 +139,52 @@ def _known(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder by name, without hidden ones."""
-    for above, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        yield from (Path(above, file) for file in sorted(files) if not file.startswith("."))
+def _files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield the files below a folder by name, without hidden ones; of links to folders, only those to the outside are followed."""
+    above = (*above, folder.resolve())
+    try:
+        entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise BadData(f"{folder} cannot be read: {error.strerror}") from error
+    yield from (path for path in entries if not path.is_dir())
+    for path in entries:
+        if path.is_dir() and not (path.is_symlink() and any(path.resolve().is_relative_to(top) for top in above)):
+            yield from _files(path, above)
 
 
 def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogRun], list[str]]:
     """Read all logs; the setting of a log is its folder below the common folder of all paths."""
-    common = Path(
-        os.path.commonpath([place.resolve() if place.is_dir() else place.resolve().parent for place in places])
-    )
-    sources, unread = dict[tuple[LogReader, Path], list[Path]](), list[str]()
-    for file in (file.resolve() for place in places for file in ([place] if place.is_file() else _files(place))):
-        reader = reader_of(file)
-        if reader is None:
+    places = [Path(os.path.normpath(place.absolute())) for place in places]
+    common = Path(os.path.commonpath([place if place.is_dir() else place.parent for place in places]))
+    sources, unread, seen = dict[tuple[LogReader, Path], list[Path]](), list[str](), set[Path]()
+    for file in (file for place in places for file in ([place] if place.is_file() else _files(place))):
+        if (real := file.resolve()) in seen:
+            continue
+        seen.add(real)
+        if reader := reader_of(file):
+            sources.setdefault((reader, reader.home(file)), []).append(file)
+        else:
             unread.append(f"{file.relative_to(common)} ({ADVICE.get(file.suffix, 'no known form')})")
-        elif file not in (known := sources.setdefault((reader, _home(file, reader)), [])):
-            known.append(file)
     logs, notes = list[_LogRun](), list[str]()
     for i, ((reader, home), files) in enumerate(sorted(sources.items(), key=lambda item: item[0][1])):
         if progress:
             progress(i, len(sources), f"reading {files[0]}")
         used = _latest(files) if reader.name == "trainer_state.json" else files
-        numbers = read_log(used, reader)
-        found = [(run, curves) for run, curves in numbers.courses() if curves]
-        if not found:
-            unread.append(f"{home.relative_to(common)} (no step with a known quantity: {_listed(numbers.skipped)})")
+        numbers = read_log(used, reader, home)
+        runs = [(run, curves) for run, curves in numbers.courses() if curves]
+        where = Path(os.path.relpath(home, common)).as_posix() if home != common else home.name
+        if not runs:
+            unread.append(f"{where} (no step with a known quantity: {_listed(numbers.skipped)})")
             continue
-        folder = home.parent.relative_to(common).as_posix() if home != common else "."
-        for (setting, run), curves in found:
-            own = "/".join(part for part in (folder if folder != "." else "", setting) if part)
+        folder = os.path.relpath(home.parent, common) if home != common else "."
+        for (setting, run), curves in runs:
+            own = "/".join(part for part in (folder if folder not in (".", "..") else "", setting) if part)
             logs.append(_LogRun(own, run if setting else f"{home.name}{run}", home, reader.name, curves))
         counts = Counter(
-            {metric: sum(len(curves[metric][0]) for _, curves in found if metric in curves) for metric in UNITS}
+            {metric: sum(len(curves[metric][0]) for _, curves in runs if metric in curves) for metric in UNITS}
         )
         read = ", ".join(f"{n:,} {metric.replace('_', ' ')}" for metric, n in counts.items() if n)
-        where = home.relative_to(common) if home != common else home.name
-        notes.append(f"{where} ({reader.name}): {len(found):,} run{'s' * (len(found) > 1)}, {read}")
+        notes.append(f"{where} ({reader.name}): {len(runs):,} run{'s' * (len(runs) > 1)}, {read}")
         notes += numbers.notes + ([f"{where}: left out: {_listed(numbers.skipped)}"] if numbers.skipped else [])
         notes += (
             [f"{where}: {len(files) - len(used)} earlier states of the same training"] if len(used) < len(files) else []
@@ -191,13 +197,24 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
     return logs, notes
 
 
-def _home(file: Path, reader: LogReader) -> Path:
-    """Return the path that names a run: its file, or the folder of files that always have the same name."""
-    if not reader.named_by_folder:
-        return file
-    if reader.name == "MLflow metrics":
-        return next(p for p in file.parents if (p / "meta.yaml").is_file())
-    return file.parent.parent if re.fullmatch(r"checkpoint-\d+", file.parent.name) else file.parent
+def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
+    """Leave out a log whose losses equal those of another log of its setting to four digits: one training, logged twice."""
+    distinct, known, left = dict[int, str](), dict[tuple[Any, ...], list[np.ndarray]](), list[str]()
+    for i, (log, label) in enumerate(zip(logs, labels, strict=True)):
+        same = False
+        for metric, (steps, values) in log.curves.items():
+            if UNITS[metric] == "nats" and len(steps) >= SHARED:
+                others = known.setdefault((label, metric, steps.tobytes()), [])
+                same |= any(np.allclose(values, each, rtol=0, atol=PRINTED, equal_nan=True) for each in others)
+                others.append(values)
+        if same:
+            left.append(f"{log.path.name}: {log.name}" if log.name != log.path.name else log.name)
+        else:
+            distinct[i] = label
+    if left:
+        more = f" and {len(left) - TOLD} more" if len(left) > TOLD else ""
+        notes.append(f"left out, with the losses of another log of their setting: {', '.join(left[:TOLD])}{more}")
+    return [logs[i] for i in distinct], list(distinct.values())
 
 
 def _latest(files: Sequence[Path]) -> list[Path]:
@@ -282,7 +299,7 @@ def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
         yield folders
         for folder, place in zip(folders, places, strict=True):
             if place.exists():
-                raise WorkbenchError(f"{place} exists; choose another name with --as, or remove it")
+                raise WorkbenchError(f"{place} exists; choose another name with --name, or remove it")
             folder.rename(place)
             moved.append((folder, place))
     except BaseException as error:

@@ -33,7 +33,7 @@ def dequantised(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | Non
         return None
     module = open_module(path, torch.float32)
     tensors = {name: Stored(path, t.dtype, tuple(t.shape), held=t.detach()) for name, t in module.state_dict().items()}
-    return tensors, module.config.to_dict()
+    return tensors, module.config.to_dict() | {"architectures": [type(module).__name__]}
 
 
 def open_module(path: Path, dtype: Dtype) -> Any:

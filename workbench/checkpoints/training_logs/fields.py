@@ -49,6 +49,11 @@ RUNS = ("run", "run_id", "run_name", "seed")
 """Columns of a table that name a run; the first one present is used."""
 SETTINGS = ("setting", "track", "record", "experiment", "group", "config", "model", "architecture", "arm")
 """Columns of a table that name the setting of a run, joined in the table's order."""
+SPLITS = ("split", "phase", "mode", "stage", "subset", "partition")
+"""Columns of a table whose cell, `train` or `val`, says which loss the row's `loss` is."""
+SUMMARY = "train_runtime"
+"""What only the last entry of transformers' Trainer has."""
+SUMMARY_REASON = "the last entry's train_loss is the mean over the training"
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0}
 
 

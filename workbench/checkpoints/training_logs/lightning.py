@@ -8,4 +8,6 @@ from __future__ import annotations
 from workbench.checkpoints.training_logs.reading import LogReader
 from workbench.checkpoints.training_logs.tables import read_table
 
-READER = LogReader("metrics.csv", lambda path, head: path.name == "metrics.csv", read_table, named_by_folder=True)
+READER = LogReader(
+    "metrics.csv", lambda path, head: path.name == "metrics.csv", read_table, home=lambda path: path.parent
+)

@@ -9,6 +9,7 @@ import csv
 import importlib
 import math
 import pkgutil
+import re
 import struct
 from array import array
 from collections import Counter
@@ -20,12 +21,17 @@ from pathlib import Path
 import numpy as np
 
 from workbench.checkpoints import training_logs as folder
-from workbench.checkpoints.training_logs.fields import STEP_AVERAGE, TRAIN_TIME, quantity
+from workbench.checkpoints.training_logs.fields import STEP_AVERAGE, TRAIN_TIME, UNITS, plain_name, quantity
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import open_regular
 
 HEAD = 1 << 14  # bytes by which a form is recognised
 LARGEST = 2**53  # largest step that tables can hold
+WIDE = (b"\xff\xfe", b"\xfe\xff")
+"""First bytes of UTF-16, which PowerShell writes."""
+CUT_OFF = "the last line has no end and is shorter than the one before: it may be cut off"
+EVALUATIONS = {"val", "valid", "validation", "eval", "evaluation"}
+"""Words of a file's name by which a plain `loss` in it is no training loss."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, struct.error)
 BACKWARDS = 100  # times that steps may go back in one run
 
@@ -38,13 +44,13 @@ class LogReader:
         name: Name of the form, for messages.
         recognises: Whether a file is of this form, from its path and its first bytes.
         read: Adds the numbers of a file.
-        named_by_folder: Whether a run is named by its folder, since all files of this form have the same name.
+        home: Returns the path that names the run or the runs of a file; files with one home are read together, in order of their names.
     """
 
     name: str
     recognises: Callable[[Path, bytes], bool]
     read: Callable[[Path, LogNumbers], None]
-    named_by_folder: bool = False
+    home: Callable[[Path], Path] = lambda path: path
 
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -66,6 +72,10 @@ class LogNumbers:
     """Whether a step that goes back is a restart, even if no step is repeated; a table may be unsorted instead."""
     by_quantity: bool = False
     """Whether each quantity counts its steps by itself."""
+    evaluation: bool = False
+    """Whether the file's name says that its `loss` is one of an evaluation."""
+    spelled: dict[tuple[tuple[str, str], str], str] = field(default_factory=dict)
+    """Name in the log of each run's quantities."""
     count: int = 0
     at: tuple[float, float] = (0.0, 0.0)
     """Epoch and step of the line before."""
@@ -86,13 +96,25 @@ class LogNumbers:
         if ours is None:
             self.skipped[why] += 1
             return
+        plain = plain_name(name)
+        if self.evaluation and plain == "loss":
+            self.skipped["loss in a file that is named after an evaluation; name it val_loss"] += 1
+            return
+        if (first := self.spelled.setdefault((run, ours), plain)) != plain:
+            self.skipped[f"{name} means the same as {first}"] += 1
+            return
+        if value < 0 and UNITS.get(ours) == "nats":
+            self.skipped[f"{name} is negative, so it is no cross-entropy"] += 1
+            return
         if not math.isfinite(step) or not 0 <= step <= LARGEST:
             self.skipped["the step is negative or no number"] += 1
             return
         if step != int(step):
             raise BadData(f"{self.path}: step {step:g} is no whole number, so it counts epochs or thousands, not steps")
         curves = self.runs.setdefault(run, {})
-        order, steps, values = curves.setdefault(ours, (array("q"), array("q"), array("d")))
+        if ours not in curves:
+            curves[ours] = array("q"), array("q"), array("d")
+        order, steps, values = curves[ours]
         order.append(self.count)
         steps.append(int(step))
         values.append(value * factor * own_factor)
@@ -112,7 +134,8 @@ class LogNumbers:
                     f"{self.path.name}: {run or 'the file'} starts {len(parts)} times, so it is {len(parts)} runs"
                 )
             for i, part in enumerate(parts):
-                yield (setting, f"{run}#{i + 1}" if len(parts) > 1 else run), self._finished(part)
+                name = f"{run}#{i + 1}" if len(parts) > 1 else run
+                yield (setting, name), self._finished(part, name or self.path.name)
 
     def _parts(self, tables: Mapping[str, Sequence[np.ndarray]], *, split: bool = True) -> list[dict[str, Curve]]:
         """Split the curves (order, steps, values) of a run at each start, and drop steps that a restart repeats."""
@@ -145,14 +168,20 @@ class LogNumbers:
             parts.append(part)
         return parts
 
-    def _finished(self, curves: dict[str, Curve]) -> dict[str, Curve]:
+    def _finished(self, curves: dict[str, Curve], of: str) -> dict[str, Curve]:
         """Return the curves by step with one value for each, and seconds per step in place of cumulative times."""
         single = {}
         for name, (steps, values) in curves.items():
-            last = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
-            if len(last) < len(steps):
-                self.skipped[f"earlier values of {name} at a step with several"] += len(steps) - len(last)
-            single[name] = steps[last], values[last]
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
+            ends = np.append(steps[1:] != steps[:-1], True)
+            other = ~ends[:-1] & (values[1:] != values[:-1]) & ~(np.isnan(values[1:]) & np.isnan(values[:-1]))
+            if 2 * len(np.unique(steps[:-1][other])) > ends.sum():
+                self.skipped[f"{name} has several values at most of its steps"] += len(steps)
+                continue
+            if other.any():
+                self.skipped[f"earlier values of {name} at a step with several"] += int(other.sum())
+            single[name] = steps[ends], values[ends]
         total, average = single.pop(TRAIN_TIME, None), single.pop(STEP_AVERAGE, None)
         if total is not None and average is not None and "seconds_per_step" not in single:
             pace = seconds_per_step(total, average)
@@ -160,7 +189,7 @@ class LogNumbers:
         elif average is not None:
             self.skipped["step_avg is an average over many steps"] += len(average[0])
         if broken := sum(int((~np.isfinite(values)).sum()) for _, values in single.values()):
-            self.notes.append(f"{self.path.name}: {broken} values are NaN or infinite, and are stored as such")
+            self.notes.append(f"{of}: {broken} values are NaN or infinite, and are stored as such")
         return single
 
 
@@ -179,12 +208,27 @@ def seconds_per_step(total: Curve, average: Curve) -> Curve:
     return steps[1:][sound], (spent / np.maximum(apart, 1))[sound]
 
 
+def encoding_of(path: Path) -> str:
+    """Return the encoding of a text file by its first bytes; raises `OSError` for pipes and devices."""
+    with open_regular(path) as file:
+        return "utf-16" if file.read(2) in WIDE else "utf-8-sig"
+
+
+def of_evaluation(path: Path) -> bool:
+    """Return whether a file or its folder is named after an evaluation, as `val.csv` and `eval/log.txt`."""
+    return not EVALUATIONS.isdisjoint([*re.split("[^a-z]+", path.stem.lower()), path.parent.name.lower()])
+
+
 @cache
 def log_readers() -> tuple[LogReader, ...]:
-    """Return the readers in the order of their file names; `text` comes last because it accepts any text."""
+    """Return the readers; `table` and `text` come last because they recognise files by their first line, and as any text."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     readers = [module.READER for module in modules if hasattr(module, "READER")]
-    return tuple(sorted(readers, key=lambda reader: reader.name == "text"))
+    return tuple(
+        sorted(
+            readers, key=lambda reader: ("table", "text").index(reader.name) if reader.name in ("table", "text") else -1
+        )
+    )
 
 
 def reader_of(path: Path) -> LogReader | None:
@@ -197,9 +241,9 @@ def reader_of(path: Path) -> LogReader | None:
     return next((reader for reader in log_readers() if reader.recognises(path, head)), None)
 
 
-def read_log(files: Sequence[Path], reader: LogReader) -> LogNumbers:
-    """Read the numbers of a run's files, in order; raises `BadData` naming the file and the fault."""
-    numbers = LogNumbers(files[0])
+def read_log(files: Sequence[Path], reader: LogReader, home: Path | None = None) -> LogNumbers:
+    """Read the numbers of the files with one home, in order; raises `BadData` naming the file and the fault."""
+    numbers = LogNumbers(home or files[0])
     for path in files:
         try:
             reader.read(path, numbers)

@@ -10,32 +10,54 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.training_logs.fields import RUNS, SETTINGS, STEPS, plain_name, quantity
-from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
+from workbench.checkpoints.training_logs.fields import (
+    RUNS,
+    SETTINGS,
+    SPLITS,
+    STEPS,
+    SUMMARY,
+    SUMMARY_REASON,
+    plain_name,
+    quantity,
+)
+from workbench.checkpoints.training_logs.reading import (
+    CUT_OFF,
+    HEAD,
+    WIDE,
+    LogNumbers,
+    LogReader,
+    encoding_of,
+    of_evaluation,
+)
 from workbench.errors import BadData
+from workbench.files import open_regular
 
-ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
+KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "lines", ".parquet": "parquet"}
 CHART = re.compile(r"(?P<run>.+) - (?P<name>.+?)(?P<range>__MIN|__MAX)?")  # W&B
+MEAN = "Group: "  # how W&B begins a column that is a mean over runs
 SCALAR = re.compile(r".*-tag-(?P<name>.+)")  # TensorBoard
+DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 BATCH = 65_536  # rows of a Parquet file that are held at once
 
 
 def read_table(path: Path, numbers: LogNumbers) -> None:
     """Add the numbers of a table; raises `BadData` for a table without a column of steps."""
-    numbers.chronological = False
-    rows = {".parquet": _parquet_rows, ".jsonl": _json_rows}.get(path.suffix.lower(), _csv_rows)(path)
-    columns: dict[str, tuple[str, str, float] | None] = {}
+    numbers.chronological, numbers.evaluation = False, of_evaluation(path)
+    kind = _kind(path, _head(path))
+    rows = {"parquet": _parquet_rows, "lines": _json_rows}.get(kind, _csv_rows)(path, numbers)
+    columns: dict[str, tuple[str, str] | None] = {}
     step = ""
     for row in rows:
         if not step or step not in row:
             plain = {plain_name(name): name for name in reversed(list(row))}
             step = next((plain[name] for name in STEPS if name in plain), "")
             if not step:
-                if path.suffix == ".jsonl":  # a line of settings
+                if kind == "lines":  # a line of settings
                     numbers.skipped["the row has no step"] += 1
                     continue
                 raise BadData(
@@ -43,7 +65,10 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
                 )
             if plain_name(step) == "_step":
                 numbers.notes.append(f"{path.name}: the steps are W&B's `_step`, which counts calls of `log`")
-        if (at := _number(row[step])) is None:
+        cell = row[step]
+        if isinstance(cell, str) and THOUSANDS.fullmatch(cell.strip()):
+            cell = cell.replace(",", "")
+        if (at := _number(cell)) is None:
             numbers.skipped["the row has no step"] += 1
             continue
         labels = {plain_name(name): str(value) for name, value in row.items() if value not in (None, "")}
@@ -51,27 +76,39 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             numbers.note_epoch(epoch, at)
         setting = "/".join(labels[name] for name in map(plain_name, row) if name in SETTINGS and name in labels)
         run = next((labels[name] for name in RUNS if name in labels), "")
+        split = next((labels[name] for name in SPLITS if name in labels), "")
         for name, value in row.items():
             if name not in columns:
                 columns[name] = _column(path, name, step, numbers)
-            if (column := columns[name]) and (number := _number(value)) is not None:
-                of, theirs, factor = column
-                numbers.add(at, theirs, number, run=(setting, of or run), factor=factor)
+            column = columns[name]
+            if column is None or value is None or value == "":
+                continue
+            of, theirs = column
+            number = _number(value)
+            if number is None:
+                numbers.skipped[f"a cell of {name} is no number"] += 1
+            elif SUMMARY in labels and plain_name(theirs) == "train_loss":
+                numbers.skipped[SUMMARY_REASON] += 1
+            else:
+                theirs = f"{split}/{theirs}" if split and plain_name(theirs) == "loss" else theirs
+                numbers.add(at, theirs, number, run=(setting, of or run))
 
 
-def _column(path: Path, name: str, step: str, numbers: LogNumbers) -> tuple[str, str, float] | None:
+def _column(path: Path, name: str, step: str, numbers: LogNumbers) -> tuple[str, str] | None:
     """Return the run and the quantity of a column; None for a column that is left out, which is noted."""
     plain = plain_name(name)
-    if name == step or plain in (*RUNS, *SETTINGS):
+    if name == step or plain in (*RUNS, *SETTINGS, *SPLITS, "epoch"):
         return None
     if chart := CHART.fullmatch(name):
-        return None if chart["range"] else (chart["run"], chart["name"], 1.0)
+        if name.startswith(MEAN) and not chart["range"]:
+            numbers.notes.append(f"{path.name}: left out a column: {name} is a mean over runs")
+        return None if chart["range"] or name.startswith(MEAN) else (chart["run"], chart["name"])
     if plain == "value" and (scalar := SCALAR.fullmatch(path.stem)):
-        return "", scalar["name"], 1.0
+        return "", scalar["name"]
     if why := quantity(name)[2]:
         numbers.notes.append(f"{path.name}: left out a column: {why}")
         return None
-    return "", name, 1.0
+    return "", name
 
 
 def _number(value: Any) -> float | None:
@@ -84,25 +121,45 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+def _csv_rows(path: Path, numbers: LogNumbers) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding=encoding_of(path), errors="replace", newline="") as file:
         head = file.readline(1 << 16)
         file.seek(0)
         delimiter = max(",;\t", key=head.count)
-        for row in csv.DictReader(file, delimiter=delimiter):
+        reader = csv.DictReader(_whole_lines(file, numbers), delimiter=delimiter)
+        names = list(reader.fieldnames or ())
+        reader.fieldnames = [f"{name} ({i + 1})" if name in names[:i] else name for i, name in enumerate(names)]
+        for row in reader:
             row.pop(None, None)  # cells beyond the header
+            if delimiter == ";" and any(DECIMAL_COMMA.fullmatch(cell) for cell in row.values() if cell):
+                raise BadData(f"{path} has decimal commas; save it with decimal points")
             yield row
 
 
-def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+def _whole_lines(lines: Iterable[str], numbers: LogNumbers) -> Iterator[str]:
+    """Yield the lines without a last one that may be cut off."""
+    length = 0
+    for line in lines:
+        if len(line) < length and not line.endswith(("\n", "\r", '"')):
+            numbers.skipped[CUT_OFF] += 1
+            return
+        length = len(line.rstrip("\r\n"))
+        yield line
+
+
+def _json_rows(path: Path, numbers: LogNumbers) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding=encoding_of(path), errors="replace") as lines:
         for line in lines:
-            row = json.loads(line) if line.strip() else {}
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError:
+                numbers.skipped["the line is no JSON"] += 1
+                continue
             if isinstance(row, dict) and row:
                 yield row
 
 
-def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _parquet_rows(path: Path, numbers: LogNumbers) -> Iterator[Mapping[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,4 +171,25 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise BadData(f"{path} cannot be read: {error}") from error
 
 
-READER = LogReader("table", lambda path, head: path.suffix.lower() in ENDINGS, read_table)
+def _head(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(HEAD)
+
+
+def _kind(path: Path, head: bytes) -> str:
+    """Return the kind of table by its name or its first line; an empty string for other files."""
+    if path.suffix.lower() in KINDS:
+        return KINDS[path.suffix.lower()]
+    line = head.decode("utf-16" if head[:2] in WIDE else "utf-8-sig", errors="replace").partition("\n")[0]
+    if line.startswith("{"):
+        try:
+            return "lines" if isinstance(json.loads(line), dict) and path.suffix.lower() != ".json" else ""
+        except ValueError:
+            return ""
+    cells = [plain_name(cell) for cell in re.split("[,;\t]", line)]
+    return (
+        "csv" if len(cells) > 1 and any(name in cells for name in STEPS) and any(quantity(c)[0] for c in cells) else ""
+    )
+
+
+READER = LogReader("table", lambda path, head: bool(_kind(path, head)), read_table)

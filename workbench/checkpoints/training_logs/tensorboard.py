@@ -7,16 +7,20 @@ Source: tensorflow, record_writer.h and event.proto.
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 
-from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
+from workbench.checkpoints.training_logs.fields import plain_name
+from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader, of_evaluation
 from workbench.errors import BadData
 from workbench.files import open_regular
 from workbench.places import install
 
 LARGEST = 1 << 26  # bytes of an event with a number; pictures and graphs are skipped unread
 FLOAT = 1  # of the enumeration DataType
+PART = re.compile(r"(?:.*loss_)?(?P<name>train|training|val|valid|validation|eval|evaluation|test)", re.IGNORECASE)
+"""Folders whose name says which loss a tag `loss` is: Keras writes `train` and `validation`, `add_scalars` writes `loss_train`."""
 
 
 def _read(path: Path, numbers: LogNumbers) -> None:
@@ -25,6 +29,8 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     except ImportError:
         raise BadData(f"{path} needs tensorboardX: {install('tensorboard')}") from None
     numbers.by_quantity = True
+    part = PART.fullmatch(path.parent.name)
+    numbers.evaluation = part is None and of_evaluation(path)
     with open_regular(path) as file:
         while len(head := file.read(12)) == 12:
             size = struct.unpack("<Q", head[:8])[0]
@@ -39,7 +45,8 @@ def _read(path: Path, numbers: LogNumbers) -> None:
             for value in event.summary.value:
                 scalar = _scalar(value)
                 if scalar is not None:
-                    numbers.add(event.step, value.tag, scalar)
+                    bare = part and plain_name(value.tag) == "loss"
+                    numbers.add(event.step, f"{part['name']}/{value.tag}" if part and bare else value.tag, scalar)
 
 
 def _scalar(value: object) -> float | None:
@@ -55,4 +62,9 @@ def _scalar(value: object) -> float | None:
     return float(struct.unpack("<f", tensor.tensor_content)[0]) if len(tensor.tensor_content) == 4 else None
 
 
-READER = LogReader("TensorBoard events", lambda path, head: "tfevents" in path.name, _read, named_by_folder=True)
+def _home(path: Path) -> Path:
+    """Return the folder of the run, which may have folders for training and validation."""
+    return path.parents[1] if PART.fullmatch(path.parent.name) else path.parent
+
+
+READER = LogReader("TensorBoard events", lambda path, head: "tfevents" in path.name, _read, home=_home)

@@ -6,98 +6,153 @@
     step    1/10 | loss 11.032358 (+nanz)| norm 22.1414 (+nanz)| lr 8.57e-07 | 2575.63 ms | 39.0% bf16 MFU | 203557 tok/s
     s:250 trl:6.1818 lr:0.000215 norm:0.90
 
+A line that can be read in two ways is left out, with the reason.
 Source: logs of karpathy/nanoGPT, KellerJordan/modded-nanogpt, karpathy/llm.c and openai/parameter-golf.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from workbench.checkpoints.training_logs.fields import AVERAGES, ESTIMATED, IN_TEXT, NAMES, SECONDS, plain_name
-from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
-from workbench.files import open_regular
+from workbench.checkpoints.training_logs.reading import CUT_OFF, WIDE, LogNumbers, LogReader, encoding_of, of_evaluation
 
 OTHERS = (
-    ".json",
-    ".csv",
-    ".tsv",
-    ".jsonl",
-    ".parquet",
-    ".py",
-    ".md",
-    ".html",
-    ".toml",
-    ".yaml",
-    ".yml",
-    ".svg",
-    ".ipynb",
-)
+    ".json", ".csv", ".tsv", ".jsonl", ".parquet", ".py", ".md", ".html", ".toml", ".yaml", ".yml", ".svg", ".ipynb",
+)  # fmt: skip
 LONGEST = 4000  # characters of a line with numbers; longer lines are code or data
-NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf"
+NUMBER = r"[-+]?(?:\d+(?:[,_]\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf"
 PAIR = re.compile(
-    r"(?P<name>(?<![\w/.])[a-z_][\w/.]*(?:[ -][a-z_][\w/.]*){0,3})\s*[:=]?\s*"
-    rf"(?P<number>{NUMBER})\s?(?P<unit>(?:ms|us|sec|s|min|m|k|%)(?![\w/]))?(?!\w|[.,]\d)",
+    r"(?P<name>(?<![\w/.])[a-z_][\w/.]*(?:[ -][a-z_][\w/.]*){0,3})['\"]?\s*[:=]?\s*"
+    rf"(?P<number>{NUMBER})(?:\s?(?P<unit>ms|us|sec|s|min|m|k|bits?|bpb|bpc|%)(?![\w/]))?(?!\w|[.,]\d)",
     re.IGNORECASE,
 )
-STEP = re.compile(r"(?:^s:|(?<![\w/])(?:global_)?step[\s:=]|(?<![\w/])iter(?:ation)?[\s:=])\s*\d", re.IGNORECASE)
+STEP = re.compile(
+    r"(?:^s:|(?<![\w/])(?:global_)?step['\"]?[\s:=]|(?<![\w/])iter(?:ation)?['\"]?[\s:=])\s*\d", re.IGNORECASE
+)
+SPACED = re.compile(r"step[\s:=]*\d{1,3}(?: \d{3})+(?![\w.])", re.IGNORECASE)  # thousands apart: 1 000
+COUNTERS = ("global_step", "step", "s", "iteration", "iter")
+"""Names of the optimiser step, the most reliable first: litGPT's `iter` counts micro-batches beside its `step`."""
+NO_COUNTERS = ("micro", "warmup", "per", "time")
+"""Words before `step` that give it another meaning."""
 ALONE = re.compile(r"val loss ([-\d.]+|nan)\s*", re.IGNORECASE)  # llm.c: after as many steps as the line before counts
-MILLISECONDS = re.compile(r"\|\s*([\d.]+) ms\s*\|")  # llm.c's time of a step, which has no name
+LLM_C = re.compile(r"step\s+(?P<step>\d+)/\d+ \|.*\|\s*(?P<ms>[\d.]+) ms\s*\|.* tok/s")  # the time has no name
 SMOOTHED = re.compile(r"\blrm:")  # nanochat, whose printed loss is a running mean
+EVALUATION = re.compile(r"\b(?:val|valid|validat\w+|eval|evaluat\w+|test|dev|h[eo]ld[ -]?out)\b", re.IGNORECASE)
+OTHER_RANK = re.compile(r"rank[\s:=]*0*[1-9]", re.IGNORECASE)
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMES = ("step_time", "train_time", "step_avg")
 
 
 def _read(path: Path, numbers: LogNumbers) -> None:
-    with open_regular(path) as file:
-        encoding = "utf-16" if file.read(2) in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
-    last, cut = 0, False
-    with path.open(encoding=encoding, errors="replace") as lines:  # a progress bar's carriage returns end lines too
+    numbers.evaluation = of_evaluation(path)
+    last, waiting, cut, length = None, list[float](), False, 0
+    with path.open(encoding=encoding_of(path), errors="replace") as lines:  # a carriage return ends a line too
         while line := lines.readline(LONGEST):
             begun, cut = cut, len(line) == LONGEST and not line.endswith("\n")
+            line = COLOURS.sub("", line) if "\x1b" in line else line
             if begun or cut:
                 numbers.skipped[f"parts of lines longer than {LONGEST} characters"] += 1
             elif alone := ALONE.fullmatch(line):
-                numbers.add(last, "val loss", float(alone[1]))
+                waiting.append(float(alone[1]))
             elif STEP.search(line):
-                last = _add_line(line, last, numbers)
+                if len(line) < length and not line.endswith("\n"):
+                    numbers.skipped[CUT_OFF] += 1
+                    break
+                length = len(line.rstrip("\n"))
+                if timed := LLM_C.match(line):
+                    step = int(timed["step"])
+                    _add_losses(waiting, step - 1 if last is None else last, numbers)
+                    last = step
+                _add_line(line, numbers, timed["ms"] if timed else "")
+    _add_losses(waiting, last, numbers)
 
 
-def _add_line(line: str, last: int, numbers: LogNumbers) -> int:
-    """Add the numbers of a line and return its step, or the last one for a line without."""
-    pairs = [(m["name"], m["number"].replace(",", ""), (m["unit"] or "").lower()) for m in PAIR.finditer(line)]
-    step = next((float(number) for name, number, _ in pairs if _is_step(name, line)), None)
-    if step is None:
-        return last
-    for name, number, _ in pairs:
-        if plain_name(name) == "epoch":
-            numbers.note_epoch(float(number), step)
-    estimated = any(plain_name(name) == "val_loss" for name, _, _ in pairs) and not line.lstrip().startswith("step:")
+def _add_losses(waiting: list[float], step: int | None, numbers: LogNumbers) -> None:
+    """Add llm.c's validation losses, which stand alone on lines after that of a step, and forget them."""
+    for loss in waiting:
+        if step is None:
+            numbers.skipped["val loss has no step"] += 1
+        else:
+            numbers.add(step, "val loss", loss)
+    waiting.clear()
+
+
+def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
+    """Add the numbers of a line, or count why it is left out."""
+    pairs, short = PAIR.findall(line), line.startswith("s:")
+    counters = [(kind, number, unit) for name, number, unit in pairs if (kind := _counter(name, short))]
+    best = min((kind for kind, *_ in counters), key=COUNTERS.index, default="")
+    steps = {(number, unit) for kind, number, unit in counters if kind == best}
+    if len(steps) != 1 or SPACED.search(line):
+        numbers.skipped["two steps on a line" if len(steps) > 1 else "the step is no number"] += 1
+        return
+    if OTHER_RANK.search(line):
+        numbers.skipped["another rank than 0"] += 1
+        return
+    ((text, rounded),) = steps
+    if rounded:
+        numbers.skipped["the step is rounded"] += 1
+        return
+    step = _value(text)
+    values = dict[str, set[tuple[str, str]]]()
+    known = False
     for name, number, unit in pairs:
         plain = plain_name(name)
+        if plain == "epoch":
+            numbers.note_epoch(_value(number), step)
         plain = "step_time" if plain == "time" and line.startswith("iter ") else IN_TEXT.get(plain, plain)  # nanoGPT
-        if _is_step(name, line) or not (plain in NAMES or plain in AVERAGES or "loss" in plain):
+        if _counter(name, short) or not (plain in NAMES or plain in AVERAGES or "loss" in plain):
             continue
+        known = True
         if plain == "loss" and SMOOTHED.search(line):
             numbers.skipped["the loss that nanochat prints is a running mean"] += 1
-        elif (plain in TIMES) != (unit in SECONDS):
+        elif plain == "loss" and _evaluates(line):
+            numbers.skipped["loss on a line that names an evaluation"] += 1
+        elif unit.lower() not in (SECONDS if plain in TIMES else ("",)) and plain not in AVERAGES:
             numbers.skipped[f"{name} has {f'the unit {unit}' if unit else 'no unit'}"] += 1
         else:
-            ours = ESTIMATED if plain == "train_loss" and estimated else plain
-            numbers.add(step, ours, float(number), factor=SECONDS.get(unit, 1.0))
-    if (unnamed := MILLISECONDS.search(line)) and "tok/s" in line:
-        numbers.add(step, "step_time_ms", float(unnamed[1]))
+            values.setdefault(plain, set()).add((number, unit.lower()))
+    estimated = "val_loss" in values and not line.lstrip().startswith("step:")
+    for plain, each in values.items():
+        if len(each) > 1:
+            numbers.skipped[f"{plain} has two values on a line"] += 1
+            continue
+        ((number, unit),) = each
+        ours = ESTIMATED if plain == "train_loss" and estimated else plain
+        numbers.add(step, ours, _value(number), factor=SECONDS.get(unit, 1.0))
+    if milliseconds:
+        numbers.add(step, "step_time_ms", float(milliseconds))
         numbers.skipped["tok/s is an average over many steps"] += 1
-    return int(step)
+    elif not known:
+        numbers.skipped["a line with a step and no known quantity"] += 1
 
 
-def _is_step(name: str, line: str) -> bool:
-    word = name.lower().replace("-", " ").split()[-1]
-    return word in ("step", "iter", "iteration", "global_step") or (word == "s" and line.startswith("s:"))
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+@lru_cache(4096)
+def _counter(name: str, short: bool) -> str:
+    """Return which of `COUNTERS` a name is, an empty string for other names; only a short line of llm.c has `s`."""
+    *before, word = name.lower().replace("-", " ").split()
+    if word not in COUNTERS or (word == "s" and not short) or (before and before[-1] in NO_COUNTERS):
+        return ""
+    return word
+
+
+def _evaluates(line: str) -> bool:
+    """Return whether a line names an evaluation elsewhere than in the names of losses, as `val: loss 3.2`."""
+    if not EVALUATION.search(line):
+        return False
+    own = PAIR.sub(lambda m: m[0] if plain_name(m["name"]) == "loss" or "loss" not in m["name"].lower() else "", line)
+    return EVALUATION.search(own) is not None
 
 
 def _recognises(path: Path, head: bytes) -> bool:
-    wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")
-    return path.suffix.lower() not in OTHERS and bool(head) and (wide or b"\0" not in head)
+    return path.suffix.lower() not in OTHERS and bool(head) and (head[:2] in WIDE or b"\0" not in head)
 
 
 READER = LogReader("text", _recognises, _read)

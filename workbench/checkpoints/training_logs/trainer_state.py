@@ -6,13 +6,15 @@ Source: transformers, trainer_callback.py (`TrainerState`) and trainer.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from workbench.checkpoints.training_logs.fields import SUMMARY, SUMMARY_REASON
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
 from workbench.errors import BadData
 from workbench.files import read_json
 
-SUMMARY = "train_runtime"
+NAME = "trainer_state.json"
 
 
 def _read(path: Path, numbers: LogNumbers) -> None:
@@ -21,7 +23,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
         raise BadData(f"{path} has no list log_history, so the Trainer of transformers did not write it")
     for entry in history:
         if SUMMARY in entry:
-            numbers.skipped["the last entry's train_loss is the mean over the training"] += 1
+            numbers.skipped[SUMMARY_REASON] += 1
             continue
         for name, value in entry.items():
             if (
@@ -32,6 +34,8 @@ def _read(path: Path, numbers: LogNumbers) -> None:
                 numbers.add(entry["step"], name, value)
 
 
-READER = LogReader(
-    "trainer_state.json", lambda path, head: path.name == "trainer_state.json", _read, named_by_folder=True
-)
+def _home(path: Path) -> Path:
+    return path.parent.parent if re.fullmatch(r"checkpoint-\d+", path.parent.name) else path.parent
+
+
+READER = LogReader(NAME, lambda path, head: path.name == NAME, _read, home=_home)
