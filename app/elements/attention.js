@@ -307,8 +307,10 @@ class View {
     panel.rowBand = made("div", "band", map);
     panel.columnBand = made("div", "band", map);
     panel.lockBand = made("div", "lock", map);
+    panel.keyBand = made("div", "lock", map);
     panel.rectangle = made("div", "rectangle", map);
     this.place(panel, "lockBand", this.lockedRow(panel), null);
+    this.place(panel, "keyBand", null, panel.row && this.data.key !== null ? cellOf(panel.keys, this.data.key) : null);
     if (named) this.ticks(map, panel.queries, panel.query_tokens, rows, true);
     map.tabIndex = 0;
     map.dataset.place = `map-${i}`;
@@ -389,9 +391,9 @@ class View {
     });
     map.addEventListener("click", (event) => {
       if (dragged) return;
-      const [r] = cell(event);
+      const [r, c] = cell(event);
       clearTimeout(this.waiting); // a second click within the wait is a double click
-      if (event.detail < 2) this.waiting = setTimeout(() => this.hold(panel, panel.queries[r]), WAIT);
+      if (event.detail < 2) this.waiting = setTimeout(() => this.hold(panel, r, c), WAIT);
     });
     map.addEventListener("dblclick", () => { clearTimeout(this.waiting); this.ask({ whole: true }); });
     map.addEventListener("blur", () => this.point(panel, null));
@@ -405,7 +407,7 @@ class View {
       Home: [0, -columns], End: [0, columns], PageUp: [-rows, 0], PageDown: [rows, 0] }[event.key];
     const clip = (n, count) => Math.max(0, Math.min(count - 1, n));
     if (move) this.point(panel, this.cursor ? clip(r + move[0], rows) : r, this.cursor ? clip(c + move[1], columns) : c);
-    else if (event.key === "Enter" || event.key === " ") this.hold(panel, panel.queries[r]);
+    else if (event.key === "Enter" || event.key === " ") this.hold(panel, r, c);
     else if (event.key === "Escape") this.data.lock !== null && this.ask({ lock: null });
     else if (event.key === "+" || event.key === "=") this.zoom(panel, clip(r - (rows >> 2), rows), clip(r + (rows >> 2), rows),
       clip(c - (columns >> 2), columns), clip(c + (columns >> 2), columns));
@@ -414,9 +416,10 @@ class View {
     event.preventDefault();
   }
 
-  hold(panel, query) {
+  hold(panel, row, column) {
     if (!this.shares(panel, this.data.panels[0])) return; // these are not A's tokens, whose query is held
-    this.ask({ lock: query === this.data.lock ? null : query });
+    const query = panel.queries[row], key = panel.exact && panel.keys[column] <= query ? panel.keys[column] : null;
+    this.ask({ lock: query === this.data.lock && key === this.data.key ? null : query, key });
   }
 
   zoom(panel, top, bottom, left, right) {

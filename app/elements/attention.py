@@ -41,8 +41,8 @@ def write_selection() -> None:
             widgets.update_url(queries=f"{top}-{bottom}", keys=f"{left}-{right}")
         case {"whole": True}:
             widgets.update_url(queries=None, keys=None)
-        case {"lock": query}:
-            widgets.update_url(lock=query)
+        case {"lock": query, **key}:
+            widgets.update_url(lock=query, key=None if query is None else key.get("key"), against=None)
 
 
 def packed_attention(choice: Choice, patterns: list[Seen], caption: str) -> bytes:
@@ -50,8 +50,8 @@ def packed_attention(choice: Choice, patterns: list[Seen], caption: str) -> byte
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
-        "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "mean": choice.pool == "mean",
-        "minus": len(patterns) == 2 and choice.alike, "cell": cell_words(choice, patterns), "said": caption,
+        "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "key": choice.key,
+        "mean": choice.pool == "mean", "minus": len(patterns) == 2 and choice.alike, "cell": cell_words(choice, patterns), "said": caption,
         "colours": {"sequential": room.add(colour_table(SEQUENTIAL)), "diverging": room.add(colour_table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},
         "held": "" if choice.lock is None else short(choice.tokens[0][choice.lock], LONGEST),

@@ -23,10 +23,15 @@ ABOUT = (
     "*sink*, a bright diagonal a head that attends to its own or the previous token. *Effective keys*: over how many tokens a head "
     "spreads its attention. Neither few keys nor a sink is a fault."
 )
-QUERY = "Query token"
+SCORE = (
+    "The score of a query and a key, before the softmax, is a sum: each part of the query's stream (rows) times each part of the key's "
+    "stream (columns). A large positive cell raises this attention weight. A difference of two keys is the log ratio of their weights."
+)
+QUERY, KEY, NONE = "Query token", "Key token", "none"
+CELL = ("key", "against", "parts")
 FIGURES = {
     "Map of this head": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
-    "Attention of one query": attention.query, "Statistics per head": attention.numbers,
+    "Attention of one query": attention.query, "Statistics per head": attention.numbers, "Score attribution": attention.score,
 }  # fmt: skip
 
 
@@ -35,7 +40,7 @@ def attention_page(link: Link) -> None:
     left, right = st.columns([2, 3])
     with left:
         link = prompt_box(link)
-    bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch")))
+    bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch", *CELL)))
     ready(bare, "Running the model", attention.attention_options)
     with right:
         with toolbar("controls"):
@@ -45,13 +50,15 @@ def attention_page(link: Link) -> None:
     choice, patterns = attention.seen(source, link)
     with strip:
         token_strip.draw_token_strip(
-            choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True,
+            choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=CELL[:2],
             colours=attention.per_token(patterns[0]), unit="received" if choice.lock is None else "of its attention",
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
     element.draw_attention(choice, patterns, f"Attention: {caption}")
     if note := attention.unrelated(choice):
         st.caption(note)
+    if choice.lock is not None:
+        _score(link, choice)
     panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
     if panel.open:  # its value paths at the query token (else the last token), and its measures over training
         head = {"layer": choice.layer, "head": choice.head}
@@ -80,6 +87,18 @@ def attention_page(link: Link) -> None:
     files(FIGURES, link)
 
 
+def _score(link: Link, choice: attention.Choice) -> None:
+    """Draw the parts of the score of the selected query and a key token."""
+    query, key = attention.cell(cached_source(), link)
+    names = {i: f"{i}: {choice.tokens[0][i]}" for i in range(query + 1)}
+    with toolbar("score"):
+        key = widgets.choose(KEY, "key", list(names), key, show=names.__getitem__, width=150)
+        others = {NONE: "none"} | {i: name for i, name in names.items() if i != key}
+        against = widgets.choose("Minus key", "against", list(others), NONE, show=others.__getitem__, width=150)
+        parts = widgets.choose("Parts", "parts", list(attention.PARTS), show=attention.PARTS.__getitem__, width=150)
+    show(attention.score, link.but(key=key, against=None if against == NONE else against, parts=parts), about=SCORE)
+
+
 def _choices(bare: Link) -> Link:
     source = cached_source()
     options = attention.attention_options(source, bare)
@@ -100,7 +119,8 @@ def _choices(bare: Link) -> Link:
             words = {"all": "all layers"} | {b: attention.whose(b) for b in default.branches}
             branch = widgets.choose("Keys of", "branch", list(words), show=words.__getitem__)
     lock = token_strip.selected_position("lock", QUERY, options.length)
-    return bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock, branch=None if branch == "all" else branch,
+    key = None if lock is None else token_strip.selected_position("key", KEY, lock + 1)
+    return bare.but(layer=layer, head=head, scale=scale, pool=pool, lock=lock, key=key, branch=None if branch == "all" else branch,
                     queries="{}-{}".format(*queries), keys="{}-{}".format(*keys))  # fmt: skip
 
 

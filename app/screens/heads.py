@@ -62,6 +62,10 @@ def heads_page(link: Link) -> None:
         )  # fmt: skip
     with right:
         show(heads.history, link)
+        panel = st.expander("Sink score by part", on_change="rerun", key="open_sink")
+        if panel.open:
+            with panel:
+                show(heads.sink, link, long="Reading validation text at every checkpoint")
         drawing = show(heads.passages, link, long="Reading validation text")
         if not picked.entry.steps:
             return

@@ -92,8 +92,8 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         )  # fmt: skip
     figure = dressed(figure, title, wrapped(under, 125), height)
     values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for _, g in parts])
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    both = first.span is None and low < 0 < high
+    low, high = first.span or ((float(values.min()), float(values.max())) if len(values) else (0.0, 1.0))
+    both = low < 0 < high
     limit = max(abs(low), abs(high)) or 1.0
     span = first.span or ((-limit, limit) if both else (low, high if high > low else low + 1.0))
     figure.update_layout(coloraxis=colour_axis(DIVERGING if both else SEQUENTIAL, *span, markup.escape(first.unit)))

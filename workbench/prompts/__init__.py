@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from workbench.prompts.lens import Lens, Predictions, logit_lens, next_tokens
     from workbench.prompts.passages import Excerpt, excerpt, sharpest_pairs
     from workbench.prompts.prompt import Prompt, PromptLike, tokenise
+    from workbench.prompts.scores import ScoreAttribution, part_in_words, score_attribution, sink_attribution
     from workbench.prompts.self_check import check_model
     from workbench.prompts.vectors import Identity, ValueNorms, token_identity, value_norms
 
@@ -37,15 +38,16 @@ _MODULES = {
     "lens": ("Lens", "Predictions", "logit_lens", "next_tokens"),
     "passages": ("Excerpt", "excerpt", "sharpest_pairs"),
     "prompt": ("Prompt", "PromptLike", "tokenise"),
+    "scores": ("ScoreAttribution", "part_in_words", "score_attribution", "sink_attribution"),
     "self_check": ("check_model",),
     "vectors": ("Identity", "ValueNorms", "token_identity", "value_norms"),
 }  # fmt: skip
 __all__ = [
     "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",
-    "Pool", "Predictions", "Prompt", "PromptLike", "Sweep", "ValueFlow", "ValueNorms", "Window", "attention_inputs",
-    "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
-    "logit_attribution", "logit_lens", "next_tokens", "patch_sweep", "sharpest_pairs", "token_identity", "tokenise",
-    "value_flow", "value_norms",
+    "Pool", "Predictions", "Prompt", "PromptLike", "ScoreAttribution", "Sweep", "ValueFlow", "ValueNorms", "Window",
+    "attention_inputs", "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
+    "logit_attribution", "logit_lens", "next_tokens", "part_in_words", "patch_sweep", "score_attribution", "sharpest_pairs",
+    "sink_attribution", "token_identity", "tokenise", "value_flow", "value_norms",
 ]  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
+from workbench.plots.grids import safe
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import short
@@ -51,6 +53,7 @@ class Choice:
     queries: tuple[int, int]  # first and last
     keys: tuple[int, int]
     lock: int | None  # the query token, if one is selected
+    key: int | None  # the key token
     scale: str
     pool: prompts.Pool
     branch: str | None  # set of keys; None: all keys of the layer
@@ -99,11 +102,12 @@ def attention_options(source: Source, link: Link) -> Choice:
         layer, head = _most_concentrated(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
     branches = _branches(source, subjects[0], text, layer)
     branch = None if link.text("branch") is None else link.choice("branch", branches, kind="set of keys")
-    lock, scale = link.whole("lock"), "root" if T > LINEAR else "brightest"
+    lock, key, scale = link.whole("lock"), link.whole("key"), "root" if T > LINEAR else "brightest"
     return Choice(
         subjects=subjects, text=text, tokens=tokens, layers=layers, heads=heads, layer=layer, head=head,
         queries=positions(link.text("queries"), T), keys=positions(link.text("keys"), T),
         lock=None if lock is None else _index("position", lock, T),
+        key=None if key is None else _index("key", key, T if lock is None else lock + 1),
         scale=link.choice("scale", SCALES, scale),
         pool=pool, branch=branch, branches=branches,
     )  # fmt: skip
@@ -332,6 +336,74 @@ def query(source: Source, link: Link) -> Drawing:
         for (s, _), b in zip(held, bars, strict=True)
     ]  # fmt: skip
     return Drawing(figure, pd.concat(table, ignore_index=True).dropna(subset=["attention"]))
+
+
+PARTS = {"layer": "layers", "head": "heads", "value_path": "value paths"}
+MOST_PARTS = 12  # rows and columns of a map of parts; the smaller ones are one
+
+
+def cell(source: Source, link: Link) -> tuple[int, int]:
+    """Positions of the selected cell: the query token, else the last shown, and the key token, else its largest weight."""
+    choice = attention_options(source, link)
+    query = choice.queries[1] if choice.lock is None else choice.lock
+    if choice.key is not None:
+        return query, _index("key", choice.key, query + 1)
+    row = _window(source, replace(choice, branch=None), 0, (query, query + 1), (0, query + 1), "max")
+    return query, row.keys[int(row.weights[0].argmax())]
+
+
+@view("attention")
+def score(source: Source, link: Link) -> Drawing:
+    """Score attribution: parts of the query's stream times parts of the key's stream, which sum to one attention score."""
+    choice, (query, key) = attention_options(source, link), cell(source, link)
+    by: Any = link.choice("parts", PARTS)
+    against = link.whole("against")
+    parts, tables, sentences = list[tuple[str, plots.Grid]](), list[pd.DataFrame](), list[str]()
+    for subject, tokens in zip(choice.subjects, choice.tokens, strict=True):
+        if tokens != choice.tokens[0]:
+            sentences.append(f"{subject.title} is left out: it has other tokens.")
+            continue
+        result = source.query(
+            prompts.score_attribution, subject, choice.text, layer=choice.layer, head=choice.head, query=query, key=key,
+            against=against, by=by,
+        )  # fmt: skip
+        parts.append((subject.title, _parts_grid(result.matrix)))
+        rows = result.matrix.rename_axis("query part").reset_index()
+        tables.append(rows.melt("query part", var_name="key part", value_name="score").assign(model=subject.title))
+        sentences += [f"{subject.title}: {result.sentence} Sum off by {result.error:.0e}.", *result.notes]
+    names = [
+        f"“{safe(short(choice.tokens[0][i]))}” ({i})" for i in (query, key, *([] if against is None else [against]))
+    ]
+    what = f"query {names[0]}, key {names[1]}" + ("" if against is None else f" minus key {names[2]}")
+    figure = plots.grids(
+        parts, "Score attribution",
+        f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query times part of the key; norms fixed",
+    )  # fmt: skip
+    return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
+
+
+def _folded(matrix: pd.DataFrame) -> pd.DataFrame:
+    """The largest rows, and the sum of the others as one."""
+    sizes = matrix.abs().sum(axis=1)
+    if len(sizes) <= MOST_PARTS + 1:
+        return matrix
+    largest = set(sizes.nlargest(MOST_PARTS).index)
+    groups = [label if label in largest else f"{len(sizes) - MOST_PARTS} others" for label in matrix.index]
+    return matrix.groupby(groups, sort=False).sum()
+
+
+def _parts_grid(matrix: pd.DataFrame) -> plots.Grid:
+    """A map of the largest parts with the sums of rows and columns."""
+    matrix = _folded(_folded(matrix).T).T
+    cells = matrix.to_numpy()
+    top = float(np.abs(cells).max()) or 1.0
+    cells = np.vstack([cells, cells.sum(0)])
+    cells = np.hstack([cells, cells.sum(1, keepdims=True)])
+    rows, columns = ([*map(prompts.part_in_words, axis), "sum"] for axis in matrix.axes)
+    return plots.Grid(
+        cells, rows, columns, "score", "part of the query", "part of the key", span=(-top, top), upward=False,
+        texts=np.vectorize("{:+.2g}".format)(cells),
+    )  # fmt: skip
 
 
 @view("attention")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ METRICS, TOP = ("row_entropy", "sink_mass"), 20
 ENDS = {"highest": "highest first", "lowest": "lowest first"}
 DOCUMENTS, MAX_T, PASSAGES = 32, 256, 10
 """Validation documents that are read, most tokens of each, passages that are shown."""
+SINK_DOCUMENTS = 4  # that are read at each checkpoint
 TYPES = {
     "sink": ("sink_mass", None, SINK_MASS), "previous token": ("induction_score", "previous", 0.4),
     "induction": ("induction_score", None, 0.4),
@@ -334,20 +336,65 @@ def passages(source: Source, link: Link) -> Drawing:
 
 def _sharpest(source: Source, subject: RunAtStep) -> tuple[np.ndarray, pd.DataFrame]:
     """Ids [document, pos] of the run's validation data, and every head's largest weight in each document."""
-    entry = subject.entry
+    ids = _documents(subject.entry, DOCUMENTS)
+    return ids.numpy(), prompts.sharpest_pairs(source.model(subject), ids, progress=source.progress)
+
+
+def _documents(entry: Entry, count: int) -> Any:
+    """Ids [document, pos] of the run's validation data."""
     if entry.imported:
         raise WorkbenchError(
-            f"the training text of {entry.name} (imported) is unknown, so there are no passages; the Attention page reads a text of yours"
+            f"the training text of {entry.name} (imported) is unknown; the Attention page reads a text of yours"
         )
     run = Run.open(Path(entry.path))
     try:
-        sample = run.data.sample(DOCUMENTS, min(MAX_T, run.train.T, entry.n_ctx))
+        return run.data.sample(count, min(MAX_T, run.train.T, entry.n_ctx)).ids
     except WorkbenchError as error:
-        raise WorkbenchError(
-            f"no passages: the training text of {entry.name} is not on this machine ({error})"
-        ) from error
-    pairs = prompts.sharpest_pairs(source.model(subject), sample.ids, progress=source.progress)
-    return sample.ids.numpy(), pairs
+        raise WorkbenchError(f"the training text of {entry.name} is not on this machine ({error})") from error
+
+
+@view("heads")
+def sink(source: Source, link: Link) -> Drawing:
+    """Score of the first token minus the mean score of the other keys, by part of the key's stream, over training."""
+    picked = head_of(source, link)
+    entry, layer = picked.entry, picked.layer
+    if not entry.steps:
+        raise WorkbenchError(f"{run_name(entry)} has no checkpoint, so its scores are not known")
+    tables: list[pd.DataFrame] = []
+
+    def read(step: int) -> list[prompts.ScoreAttribution]:
+        ids = _documents(entry, SINK_DOCUMENTS)
+        return prompts.sink_attribution(source.model(RunAtStep(entry, step)), ids, layer)
+
+    for i, step in enumerate(entry.steps):
+        results = source.keep(("sink score", entry.path, entry.stamp, step, layer), partial(read, step))
+        of_sides = {"key": results[picked.head].keys, "query": results[picked.head].queries}
+        tables += [
+            pd.DataFrame(
+                {
+                    "step": step,
+                    "side": side,
+                    "part": [*map(prompts.part_in_words, parts.index)],
+                    "score": parts.to_numpy(),
+                }
+            )
+            for side, parts in of_sides.items()
+        ]
+        if source.progress is not None:
+            source.progress(i + 1, len(entry.steps))
+    table = pd.concat(tables, ignore_index=True).assign(run=entry.name, layer=layer, head=picked.head)
+    cells = table[table["side"] == "key"].pivot_table("score", "part", "step", sort=False)
+    cells.loc["sum"] = cells.sum()
+    top = float(cells.abs().to_numpy().max()) or 1.0
+    grid = plots.Grid(
+        cells.to_numpy(), list(cells.index), [str(step) for step in cells.columns], "score", "part of the key", "step",
+        span=(-top, top), texts=np.vectorize("{:+.2g}".format)(cells.to_numpy()), upward=False,
+    )  # fmt: skip
+    figure = plots.grids(
+        [(picked.name, grid)], f"{picked.name}: sink score by part",
+        f"score of the first token minus the mean of the other keys; mean over queries of {SINK_DOCUMENTS} validation documents",
+    )  # fmt: skip
+    return Drawing(figure, table, f"Step {entry.steps[-1]}: {results[picked.head].sentence}")
 
 
 def _with_tokens(model: Any, pairs: pd.DataFrame, ids: np.ndarray, letters: int) -> pd.DataFrame:

@@ -1,0 +1,180 @@
+"""An attention score taken apart: parts of queries times parts of keys sum to what the model computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from foreign import hugging_face
+from observed import see
+from prompt_ids import some_ids
+
+import workbench
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.prompts import score_attribution, sink_attribution
+
+PAPER = ["transformer", "resformer", "svformer", "neutreno", "denseformer"]
+ODD = [
+    "residual_q",
+    "residual_k",
+    "share_k",
+    "cla",
+    "gqa",
+    "post_norm",
+    "hyper_connections",
+    "sink_logit",
+    "cross_layer",
+]
+
+
+def scores_of(model, ids, layer):
+    """Scores of the model [head, query, key], and their scale: the largest product of norms of a query and a key."""
+    stem = f"blocks.{layer}.attn.hook_"
+    _, cache = model.run_with_cache(ids, names_filter=[stem + name for name in ("attn_scores", "rot_q", "rot_k")])
+    q, k = (cache[f"{stem}{name}"].norm(dim=-1).max() for name in ("rot_q", "rot_k"))
+    return cache[f"{stem}attn_scores"].double(), float(q * k * cache[f"{stem}rot_q"].shape[-1] ** -0.5)
+
+
+def test_a_score_worked_by_hand(tiny):
+    model = tiny(config={"n_layers": 2, "n_heads": 1, "d_model": 2, "rms_norm_eps": 1e-30}, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.embed.weight.fill_(1.0)  # x = (1, 1), whose root mean square is 1
+        first, second = model.blocks
+        first.ln1.weight.fill_(1.0)
+        first.attn.v_proj.weight.copy_(torch.eye(2))
+        first.attn.o_proj.weight.copy_(torch.diag(torch.tensor([1.0, -1.0])))  # adds (1, -1): the stream is (2, 0)
+        second.ln1.weight.fill_(1.0)
+        second.attn.q_proj.weight.copy_(torch.eye(2))
+        second.attn.k_proj.weight.copy_(torch.diag(torch.tensor([1.0, 3.0])))
+    result = score_attribution(model, [5], 1, 0, 0, 0)
+    # the divisor is sqrt(2): q parts (1, 1) and (1, -1), k parts (1, 3) and (1, -3), all / sqrt(2); scores / sqrt(d_head = 2)
+    cells = result.matrix.loc[["embed", "0_attn_out"], ["embed", "0_attn_out"]].to_numpy()
+    assert cells == pytest.approx(torch.tensor([[2.0, -1.0], [-1.0, 2.0]]).numpy() / 2**0.5)
+    assert result.score == pytest.approx(2 / 2**0.5)
+    assert result.keys["embed"] == pytest.approx(1 / 2**0.5)
+    assert result.queries["0_mlp_out"] == 0
+    assert "the key's embedding (+0.707), there most with the query's embedding (+1.41)" in result.sentence
+
+
+@pytest.mark.parametrize("architecture", PAPER + ODD)
+def test_parts_sum_to_the_score_of_the_model(awake, architecture):
+    model, ids = awake(architecture), some_ids()
+    scores, scale = scores_of(model, ids, 2)
+    for by in ("layer", "head", "value_path"):
+        result = score_attribution(model, ids, 2, 3, 9, 4, by=by)
+        assert result.score == pytest.approx(float(scores[0, 3, 9, 4]), abs=1e-5 * scale)
+        assert result.error < 1e-5 * scale
+    ratio = score_attribution(model, ids, 2, 3, -1, 4, against=1)
+    assert ratio.score == pytest.approx(float(scores[0, 3, -1, 4] - scores[0, 3, -1, 1]), abs=1e-5 * scale)
+    assert ratio.error < 1e-5 * scale
+
+
+def test_finer_parts_sum_to_coarser_ones(awake):
+    model, ids = awake("resformer"), some_ids()
+    layers, heads, paths = (
+        score_attribution(model, ids, 2, 0, 9, 4, by=by).matrix for by in ("layer", "head", "value_path")
+    )
+    attention = [f"L1H{h}" for h in range(4)]
+    assert heads.loc["embed", attention].sum() == pytest.approx(layers.loc["embed", "1_attn_out"], abs=1e-6)
+    assert paths.loc["embed", ["L1H2.own", "L1H2.first"]].sum() == pytest.approx(heads.loc["embed", "L1H2"], abs=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["resformer", "gqa"])
+def test_the_sink_is_the_mean_over_queries_of_single_scores(awake, architecture):
+    model, ids = awake(architecture), torch.cat([some_ids(7), some_ids(7, seed=1)])
+    scores, scale = scores_of(model, ids, 1)
+    results = sink_attribution(model, ids, 1)
+    contrasts = [scores[:, :, i, 0] - scores[:, :, i, 1 : i + 1].mean(-1) for i in range(1, 7)]
+    for head, (result, expected) in enumerate(zip(results, torch.stack(contrasts).mean((0, 1)).tolist(), strict=True)):
+        assert (result.layer, result.head) == (1, head)
+        assert result.score == pytest.approx(expected, abs=1e-5 * scale)
+        assert result.error < 1e-5 * scale
+    one = score_attribution(model, ids[:1], 1, 2, 1, 0, against=1).matrix
+    assert sink_attribution(model, ids[:1, :2], 1)[2].matrix.to_numpy() == pytest.approx(one.to_numpy(), abs=1e-6)
+
+
+def test_what_has_no_single_score_is_refused_by_name(awake):
+    ids = some_ids()
+    with pytest.raises(BadData, match="DyT, which has no divisor"):
+        score_attribution(awake("dyt"), ids, 1, 0, 3, 1)
+    with pytest.raises(BadData, match="patterns of several softmaxes"):
+        score_attribution(awake("residual_attention"), ids, 1, 0, 3, 1)
+    model = awake()
+    with pytest.raises(BadData, match="key 4 follows query 3"):
+        score_attribution(model, ids, 1, 0, 3, 4)
+    with pytest.raises(UnknownName, match="head"):
+        score_attribution(model, ids, 1, 4, 3, 1)
+    with pytest.raises(UnknownName, match="layer"):
+        sink_attribution(model, ids, 3)
+    with (
+        model.hooks([("blocks.1.attn.hook_q", lambda q, hook: 2 * q)]),
+        pytest.raises(WorkbenchError, match="a hook changed"),
+    ):
+        score_attribution(model, ids, 1, 0, 3, 1)
+
+
+def test_a_sink_logit_is_noted(awake):
+    assert "sink logit" in score_attribution(awake("sink_logit"), some_ids(), 1, 0, 3, 1).notes[0]
+    assert "own keys" in score_attribution(awake("cross_layer"), some_ids(), 1, 0, 3, 1).notes[0]
+    assert workbench.prompts.score_attribution is score_attribution
+
+
+# ---- decoders of others ----
+
+FAMILIES = {
+    "GPT2": (["embed", "positions", "0_attn_out", "0_mlp_out", "bias"], {}),
+    "Llama": (["embed", "0_attn_out", "0_mlp_out"], {}),
+    "Qwen3": (["embed", "0_attn_out", "0_mlp_out"], {"head_dim": 8}),  # norms of queries and keys, grouped keys
+    "Olmo2": (["embed", "0_attn_out", "0_mlp_out"], {}),  # norms over all heads, none before the attention
+    "GPTNeoX": (["embed", "0_attn_out", "0_mlp_out", "bias"], {"rotary_pct": 0.5}),
+    "GPTJ": (["embed", "0_attn_out", "0_mlp_out", "bias"], {"rotary_dim": 4, "n_embd": 32, "n_head": 4}),  # neighbours
+    "Bloom": (["embed", "0_attn_out", "0_mlp_out", "bias"], {}),  # ALiBi
+}
+
+
+def observed_family(name, *, eager=False, **changes):
+    model = hugging_face(getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel"),
+                         getattr(transformers, f"{name}Config"), **changes)  # fmt: skip
+    if eager:
+        model.set_attn_implementation("eager")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator) * (p.ndim < 2))
+    return see(model, torch.randint(61, (2, 12), generator=generator))
+
+
+FAST = ("GPT2", "Qwen3", "GPTNeoX", "Bloom")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in FAMILIES]
+)
+def test_parts_sum_to_the_score_of_observed_decoders(family):
+    labels, changes = FAMILIES[family]
+    model, ids = observed_family(family, **changes), some_ids(11)
+    name = "blocks.1.attn.hook_attn_scores"
+    scores = model.run_with_cache(ids, [name])[1][name][0].double()
+    tight = 1e-5 * float(scores.tril().abs().max())
+    result = score_attribution(model, ids, 1, 3, 9, 4)
+    assert list(result.matrix.index) == labels
+    assert result.score == pytest.approx(float(scores[3, 9, 4]), abs=tight)
+    assert result.error < tight
+    assert bool(result.position) == (family == "Bloom")
+    finer = score_attribution(model, ids, 1, 3, 9, 4, by="value_path")
+    attention = [label for label in finer.matrix.columns if label.startswith(("L0", "0_attn"))]
+    assert finer.keys[attention].sum() == pytest.approx(result.keys["0_attn_out"], abs=tight)
+    sink = sink_attribution(model, ids, 1)[2]
+    contrast = [scores[2, i, 0] - scores[2, i, 1 : i + 1].mean() for i in range(1, 11)]
+    assert sink.score == pytest.approx(float(torch.stack(contrast).mean()), abs=tight)
+
+
+def test_scores_with_a_soft_cap_or_behind_a_window_are_refused_by_name():
+    capped = observed_family("Gemma2", eager=True, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
+    with pytest.raises(BadData, match=r"layer 1 shows no rotated queries and keys.*a bias, a cap"):
+        score_attribution(capped, some_ids(11), 1, 3, 9, 4)
+    windowed = observed_family("Mistral", sliding_window=4)
+    with pytest.raises(BadData, match="sliding window of 4"):
+        score_attribution(windowed, some_ids(11), 1, 3, 9, 7)

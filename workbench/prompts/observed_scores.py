@@ -1,0 +1,315 @@
+"""Parts of a layer's rotated queries and keys in an observed decoder: its own modules applied to the parts, norms frozen.
+
+One run records the inputs and outputs of the block's modules. The matrix behind the queries is the module whose output holds them, or
+holds the input of their norm. A norm's gain and shift are fitted to its module's outputs on fixed random rows, so they do not depend on
+the prompt, and its divisors are those of the run. The rotation is fitted to queries and keys before and after it: pairs of channels,
+half a width apart or neighbours, of all channels or the first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import BadData
+from workbench.models.decomposition import BIAS, By, decompose
+from workbench.observing.interception.masks import CAUSAL, visible_keys
+from workbench.observing.interception.tensor_layouts import get_at
+from workbench.observing.interception.weights import apply_module
+from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.executions import MATRIX
+from workbench.observing.recognition.fits import EXACT, FrozenNorm, fit_norm
+from workbench.observing.recognition.projections import matching_columns
+from workbench.observing.recognition.structure import LayerStructure, Projection
+from workbench.prompts.score_parts import ScoreParts
+
+PROBES = 64  # random rows to which a norm's gain and shift are fitted
+LEAST = 4  # tokens of a fit of slopes
+OFFSETS = 3  # first rows of a table of positions that tokens may skip (OPT skips two)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleRun:
+    """One run of a module in a block: its name, first input tensor and output."""
+
+    name: str
+    module: nn.Module
+    input: Tensor
+    output: Any
+
+
+def observed_score_parts(model: Observed, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
+    """Return the parts of a layer's rotated queries and keys of ids [1, T] at some positions, from two runs."""
+    if len(ids) > 1:
+        raise BadData("observed models take documents one by one: batch=1")
+    anatomy = model.anatomy()
+    structure, stem = anatomy.structure.layers[layer], f"blocks.{layer}.attn.hook_"
+    if len(structure.parts) != 1 or structure.inline:
+        raise BadData(f"layer {layer} shows no single attention in a block of its own: its scores have no known maps")
+    part = structure.parts[0]
+    rotated = f"{stem}rot_q" in model.hook_dict and f"{stem}rot_k" in model.hook_dict
+    whole_mask = rotated and part.attention.mask == CAUSAL
+    points = [f"{stem}{x}" for x in ("q", "k", *(("rot_q", "rot_k") if rotated else ()))]
+    points += [] if whole_mask else [f"{stem}attn_scores"]
+    if absent := [name for name in points if name not in model.hook_dict]:
+        raise BadData(f"layer {layer} has no {absent[0]}: {model.absent.get(absent[0], 'the module does not show it')}")
+    names = [*anatomy.needed(by, layer), *points, *(["hook_embed"] if "hook_embed" in model.hook_dict else [])]
+    with module_runs(model, structure) as runs, torch.no_grad():
+        _, cache = model.run_with_cache(ids, names)
+    dtype = max((t.dtype for t in cache.cache_dict.values()), key=EXACT.__getitem__)
+    before = {x: cache[f"{stem}{x}"][0].double() for x in ("q", "k")}  # [pos, head, d_head]
+    after, rotation = before, None
+    if rotated:
+        after = {x: cache[f"{stem}rot_{x}"][0].double() for x in ("q", "k")}
+        if (rotation := fitted_rotation(before, after, EXACT[dtype])) is None:
+            raise BadData(
+                f"layer {layer}'s queries and keys in use are no rotations of its projections, by pairs of channels"
+            )
+    factor, slopes = torch.ones(before["q"].shape[1]).to(before["q"]), None
+    if not whole_mask:
+        scores = cache[f"{stem}attn_scores"][0].double()
+        visible = visible_keys(scores)
+        query, *keys = [0] if pos is None else pos
+        used = visible[:, query, keys] if keys else visible | torch.ones_like(visible).triu(1)
+        if not bool(used.all()):
+            raise BadData(f"the mask of layer {layer} hides such keys from such queries: their scores are not used")
+        if (fitted := fitted_slopes(after, scores, visible, EXACT[dtype])) is None:
+            why = part.attention.note or part.attention.mask
+            raise BadData(
+                f"layer {layer} shows no rotated queries and keys, and its scores are no multiple of its projections' q . k plus slopes by "
+                f"position ({why})"
+            )
+        factor, slopes = fitted
+    at = list(range(ids.shape[1])) if pos is None else list(pos)
+    stream = decompose(model, cache, to=layer, by=by, pos=at, anatomy=anatomy)
+    read, labels, streams = cache[f"blocks.{layer}.hook_resid_pre"][0], list(stream.labels), stream.parts[:, 0]
+    if (places := table_of_positions(model, cache)) is not None and torch.equal(
+        streams[0], cache["blocks.0.hook_resid_pre"][0, at]
+    ):
+        streams = torch.cat([streams[:1] - places[at], places[None, at], streams[1:]])
+        labels[:1] = [labels[0], "positions"]
+    parts, whole, all_labels = {}, {}, {}
+    for name in ("q", "k"):
+        place = getattr(part, name)
+        made, constant = projected_parts(runs, place, layer, name, read, streams, before[name], at, EXACT[dtype])
+        if bool(constant.any()):
+            made = torch.cat([made, constant[None]])
+        made = made if rotation is None else rotation(name, made, at)
+        own = after[name][at]
+        made, own = (made * factor[:, None], own * factor[:, None]) if name == "q" else (made, own)
+        repeats = before["q"].shape[1] // made.shape[-2]
+        all_labels[name] = labels + [BIAS] * (len(made) - len(labels))
+        parts[name] = made.repeat_interleave(repeats, -2)[:, None]
+        whole[name] = own.repeat_interleave(repeats, -2)[None]
+    return ScoreParts(labels=all_labels, parts=parts, whole=whole, dtype=dtype, slopes=slopes)
+
+
+@contextmanager
+def module_runs(model: Observed, structure: LayerStructure) -> Iterator[list[ModuleRun]]:
+    """Record the runs of all modules inside a block while open."""
+    runs, begun = list[ModuleRun](), 0
+    block = model.foreign.get_submodule(structure.block)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nonlocal begun
+        begun += 1
+
+    def listener(name: str) -> Callable[..., None]:
+        def hear(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+            if begun - 1 == structure.run and tensors:
+                runs.append(ModuleRun(name, module, tensors[0].detach(), output))
+
+        return hear
+
+    with ExitStack() as stack:
+        stack.callback(block.register_forward_pre_hook(begin).remove)
+        for name, module in block.named_modules(prefix=structure.block):
+            if module is not block:
+                stack.callback(module.register_forward_hook(listener(name), with_kwargs=True).remove)
+        yield runs
+
+
+def table_of_positions(model: Observed, cache: Any) -> Tensor | None:
+    """Return the position embeddings [pos, d_model] if a table's rows make up the first block's input beside the token embedding."""
+    if "hook_embed" not in cache.cache_dict:
+        return None
+    rest = (cache["blocks.0.hook_resid_pre"] - cache["hook_embed"])[0]
+    for module in model.foreign.modules():
+        is_table = isinstance(module, nn.Embedding) and module.embedding_dim == rest.shape[1]
+        for skipped in range(OFFSETS) if is_table else ():
+            weight: Any = module.weight
+            rows = weight.detach()[skipped : skipped + len(rest)]
+            if (
+                rows.shape == rest.shape
+                and torch.allclose(rows, rest, rtol=1e-4, atol=1e-5 * float(rest.abs().max()))
+                and bool(rest.any())
+            ):
+                return rest
+    return None
+
+
+# ---- projections -----------------------------------------------------------------------------------------------------
+
+
+def projected_parts(
+    runs: Sequence[ModuleRun], place: Projection | None, layer: int, name: str, read: Tensor, streams: Tensor, seen: Tensor,
+    at: list[int], tolerance: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Map parts [part, pos, d_model] of the block's input `read` [T, d_model] to queries or keys; returns parts and constant part."""
+    where, T = f"layer {layer}'s {'query' if name == 'q' else 'key'}", len(read)
+    if place is None or place.module == MATRIX:
+        raise BadData(
+            f"{where} projection is the output of no module, so parts of the stream cannot be passed through it"
+        )
+    of_place = [run for run in runs if run.name == place.module]
+    if len(of_place) <= place.run:
+        raise BadData(f"{where} projection, {place.module}, did not run on this prompt as on the example tokens")
+    last = of_place[place.run]
+    shown = place.heads_in(get_at(last.output, place.path).reshape(T, -1))
+    if not torch.equal(shown.double(), seen):
+        raise BadData(f"{where} differs from the output of {place.module} on this prompt")
+    matrix, columns, norm, width = last, None, None, last.input.shape[-1]
+    if not is_affine(last, read.shape[-1]):
+        norm = probed_norm(last, where)
+        for matrix in reversed(runs[: runs.index(last)]):
+            if is_affine(matrix, read.shape[-1]):
+                rows = matrix.output.reshape(T, -1)
+                columns = matching_columns(rows, last.input.reshape(T, -1))
+                if columns is not None and torch.equal(rows[:, as_index(columns)], last.input.reshape(T, -1)):
+                    break
+        else:
+            raise BadData(f"{where}: no matrix of the block makes the input of {place.module}")
+    normed = matrix.input.reshape(T, -1)
+    before = input_norm(runs, read, normed, where, tolerance)
+    divisor = before.divisor(read.double(), normed.double())[at]
+    made = before.gain.to(divisor) * before.read(streams.double()) / divisor
+    shift = torch.zeros_like(normed[:1]) if before.shift is None else before.shift[None].to(normed)
+    zero = apply_module(matrix.module, torch.zeros_like(normed[:1])).double()
+    out = apply_module(matrix.module, made.to(normed.dtype).flatten(0, 1)).double() - zero
+    out, constant = out.unflatten(0, made.shape[:2]), apply_module(matrix.module, shift).double().expand(len(at), -1)
+    if norm is not None and columns is not None:
+        out, constant = (y[..., as_index(columns)].unflatten(-1, (-1, width)) for y in (out, constant))
+        x, u = (t.reshape(T, -1, width).double() for t in (last.input, get_at(last.output, place.path)))
+        share = norm.gain.to(x) / norm.divisor(x, u)[at]
+        out, constant = (share * norm.read(y) for y in (out, constant))
+        constant = constant if norm.shift is None else constant + norm.shift.to(x)
+        out, constant = out.flatten(-2), constant.flatten(-2)
+    return place.heads_in(out.flatten(0, 1)).unflatten(0, made.shape[:2]), place.heads_in(constant)
+
+
+def as_index(columns: slice | tuple[int, ...]) -> Any:
+    """Return columns as an index of a tensor."""
+    return columns if isinstance(columns, slice) else list(columns)
+
+
+def is_affine(run: ModuleRun, width: int) -> bool:
+    """Return whether a module maps rows of this width affinely, by its outputs on random rows."""
+    if (
+        run.input.shape[-1] != width
+        or not isinstance(run.output, Tensor)
+        or not any(True for _ in run.module.parameters())
+    ):
+        return False
+    a, b = probes(2, width, run.input)
+    rows = apply_module(run.module, torch.stack([a, b, a + b, torch.zeros_like(a)])).double()
+    left = rows[0] + rows[1] - rows[2] - rows[3]
+    return float(left.norm()) <= 10 * EXACT[run.input.dtype] * float(rows.norm())
+
+
+def probes(count: int, width: int, like: Tensor) -> Tensor:
+    """Return fixed random rows [count, width]."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(like)
+
+
+def probed_norm(run: ModuleRun, where: str) -> FrozenNorm:
+    """Fit the norm that a module computes, on random rows; raises `BadData` if it is none."""
+    rows = probes(PROBES, run.input.shape[-1], run.input)
+    if (norm := fit_norm(rows, apply_module(run.module, rows))) is None:
+        raise BadData(f"{where}: {run.name} is neither a matrix nor a norm")
+    return norm
+
+
+def input_norm(runs: Sequence[ModuleRun], x: Tensor, u: Tensor, where: str, tolerance: float) -> FrozenNorm:
+    """Return the norm between the block's input x and the matrix's input u [T, d_model]: none, a module's, or one without weights."""
+    ones = torch.ones(x.shape[-1], dtype=torch.float64, device=x.device)
+    for run in runs:
+        is_alike = isinstance(run.output, Tensor) and run.input.numel() == run.output.numel() == x.numel()
+        if is_alike and torch.equal(run.input.reshape(x.shape), x) and torch.equal(run.output.reshape(u.shape), u):
+            return probed_norm(run, where)
+    for centred in (False, True):  # the identity too
+        norm = FrozenNorm(centred, ones, None)
+        part = norm.read(x.double()) / norm.divisor(x.double(), u.double())
+        if float((part - u.double()).norm()) <= tolerance * float(u.double().norm()):
+            return norm
+    raise BadData(
+        f"{where} projection does not read a norm of the block's input by a module of the block, or one without weights"
+    )
+
+
+# ---- rotation and slopes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotations of pairs of channels by position, times a scale for queries and keys; the other channels are only scaled."""
+
+    one: Tensor  # channels [pair]
+    other: Tensor
+    rest: Tensor
+    angle: Tensor  # complex, of length 1, [T, pair]
+    scales: dict[str, tuple[Tensor, Tensor]]  # of q and k: by pair, of the rest
+
+    def __call__(self, name: str, x: Tensor, at: list[int]) -> Tensor:
+        """Rotate queries or keys [part, pos, head, d_head] at positions."""
+        by_pair, plain = self.scales[name]
+        z = by_pair * self.angle[at][:, None] * torch.complex(x[..., self.one], x[..., self.other])
+        out = plain * x
+        out[..., self.one], out[..., self.other] = z.real, z.imag
+        return out
+
+
+def fitted_rotation(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: float) -> Rotation | None:
+    """Fit one angle for each position and pair of channels to queries and keys [T, head, d_head]; None without a fit."""
+    width = before["q"].shape[-1]
+    layouts = [(torch.arange(0), torch.arange(0))]  # no rotation
+    for n in range(width - width % 2, 0, -2):
+        first = torch.arange(n // 2)
+        layouts += [(first, first + n // 2), (2 * first, 2 * first + 1)]
+    for one, other in layouts:
+        rest = torch.tensor(sorted(set(range(width)) - {*one.tolist(), *other.tolist()}), dtype=torch.long)
+        pairs = {n: [torch.complex(x[n][..., one], x[n][..., other]) for x in (before, after)] for n in before}
+        angle = torch.sgn(torch.stack([(v * u.conj()).sum(1) for u, v in pairs.values()]).sum(0))
+        scales, left = {}, 0.0
+        for name, (u, v) in pairs.items():
+            turned, r, s = angle[:, None] * u, before[name][..., rest], after[name][..., rest]
+            by_pair = (v * turned.conj()).real.sum((0, 1)) / u.abs().square().sum((0, 1)).clamp_min(1e-300)
+            plain = (r * s).sum() / r.square().sum().clamp_min(1e-300)
+            scales[name] = by_pair, plain
+            wrong = (v - by_pair * turned).abs().square().sum() + (s - plain * r).square().sum()
+            left = max(left, float((wrong / after[name].square().sum().clamp_min(1e-300)).sqrt()))
+        if left <= tolerance:
+            return Rotation(one, other, rest, angle, scales)
+    return None
+
+
+def fitted_slopes(
+    used: dict[str, Tensor], scores: Tensor, visible: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor] | None:
+    """Fit each head's scores [head, query, key] as a multiple of q . k plus slopes of both positions (ALiBi); None without a fit."""
+    q, k = used["q"], used["k"].repeat_interleave(used["q"].shape[1] // used["k"].shape[1], 1)
+    i, j = visible.all(0).tril().nonzero(as_tuple=True)
+    if len(q) < LEAST:
+        raise BadData(f"{len(q)} tokens: the slopes of scores by position need {LEAST} or more")
+    dots, seen = torch.einsum("ihd,jhd->hij", q, k)[:, i, j], scores[:, i, j]
+    columns = torch.stack([dots, *(x.double().expand_as(dots) for x in (j, i, torch.ones_like(i)))], -1)
+    fits = torch.linalg.lstsq(columns.cpu(), seen.cpu()[..., None]).solution.to(q)[..., 0]  # [head, 4]
+    left = (columns @ fits[..., None])[..., 0] - seen
+    if not float(left.abs().max()) <= tolerance * float(seen.abs().max()):
+        return None
+    return fits[:, 0] * q.shape[-1] ** 0.5, fits[:, 1:]

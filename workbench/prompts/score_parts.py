@@ -1,0 +1,125 @@
+"""Parts of a layer's rotated queries and keys in a model of `build`: linear maps of the parts of its streams, norms frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import BadData
+from workbench.models import Transformer
+from workbench.models.activations import RebuiltPatterns
+from workbench.models.attention import Attention
+from workbench.models.decomposition import By, anatomy_of, decompose
+from workbench.models.hooked import slice_positions
+from workbench.models.layers import NormedLinear, RMSNorm, Unnormed, rotate
+from workbench.observing.recognition.fits import EXACT
+from workbench.prompts.prompt import by_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreParts:
+    """Parts of rotated queries and keys of one layer, in float64; a score is their product / sqrt(d_head)."""
+
+    labels: dict[str, list[str]]  # of q and k
+    parts: dict[str, Tensor]  # of q and k, [part, batch, pos, head, d_head], keys once for each query head
+    whole: dict[str, Tensor]  # the model's own, [batch, pos, head, d_head]
+    dtype: torch.dtype  # coarsest type of the run
+    slopes: Tensor | None = None  # of ALiBi, [head, 3]: what a key's, a query's position and 1 add to a score
+    notes: list[str] = field(default_factory=list)
+
+
+def own_score_parts(model: Transformer, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
+    """Return the parts of a layer's rotated queries and keys of ids [batch, T] at some positions, from one run."""
+    notes = []
+    for recipe in (r for r in model.recipes() if r.layer == layer):
+        if len(recipe.paths) > 1:
+            raise BadData(
+                f"layer {layer} mixes the patterns of several softmaxes: a weight follows from no single score"
+            )
+        if len(recipe.paths[0]) > 1:
+            notes.append(f"Scores of layer {layer}'s own keys; its softmax also covers keys of other layers.")
+        if recipe.joint.attends(layer) == "null":
+            notes.append("The softmax has one more column, a sink logit, which is no key.")
+    terms = {name: list(_terms(model, layer, name)) for name in ("q", "k")}
+    layers = sorted({j for each in terms.values() for j, _ in each})
+    anatomy, stem = anatomy_of(model), f"blocks.{layer}.attn.hook_rot_"
+    names = [f"{stem}q", f"{stem}k", *(point for each in terms.values() for _, factors in each for point, _ in factors)]
+    for j in layers:
+        names += anatomy.needed(by, j)
+        names += [p for p in _scales(j) if p in model.hook_dict]
+    tensors = RebuiltPatterns()
+    by_layer(model, ids, {n: [n] for n in dict.fromkeys(names)}, lambda _, one: tensors.update(one))
+    from workbench.models.activation_cache import Cache
+
+    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
+
+    def cut(name: str) -> Tensor:
+        return (tensors[name] if pos is None else slice_positions(tensors[name], list(pos), 1)).double()
+
+    streams = {
+        j: decompose(model, cache, to=j, by=by, pos=None if pos is None else list(pos), anatomy=anatomy) for j in layers
+    }
+    cos, sin = (x.double() for x in model.rotary(ids.shape[1], tensors[f"{stem}q"]))
+    rotation = (cos, sin) if pos is None else (cos[list(pos)], sin[list(pos)])
+    labels, parts = dict[str, list[str]](), dict[str, Tensor]()
+    for name, each in terms.items():
+        sums: dict[str, Tensor] = {}
+        for j, factors in each:
+            made = _projected(model.blocks[j], streams[j].parts.double(), name, cut)
+            for point, i in factors:
+                weight = tensors[point] if tensors[point].ndim == 1 else cut(point)
+                made = made * (weight[i] if weight.ndim == 1 else weight[..., i, None])
+            for label, part in zip(streams[j].labels, made, strict=True):
+                sums[label] = sums[label] + part if label in sums else part
+        labels[name], parts[name] = list(sums), rotate(torch.stack(list(sums.values())), rotation)
+    repeats = model.config.n_heads // parts["k"].shape[-2]
+    parts["k"] = parts["k"].repeat_interleave(repeats, -2)
+    whole = {"q": cut(f"{stem}q"), "k": cut(f"{stem}k").repeat_interleave(repeats, -2)}
+    dtype = max((t.dtype for t in tensors.values()), key=EXACT.__getitem__)
+    return ScoreParts(labels=labels, parts=parts, whole=whole, dtype=dtype, notes=notes)
+
+
+Factors = tuple[tuple[str, int], ...]
+
+
+def _terms(
+    model: Transformer, layer: int, name: Any, factors: Factors = (), own: bool = False
+) -> Iterator[tuple[int, Factors]]:
+    """Yield the layers whose projections make a layer's queries or keys, with hook points and indices of their coefficients."""
+    attn: Attention = model.blocks[layer].attn
+    wiring = attn.projections[name]
+    if wiring.shared_source is not None and wiring.own_heads:
+        raise BadData(f"layer {layer} shares some heads of its {name} with another layer: they have no single stream")
+    if wiring.projects and (own or wiring.mixer is None):
+        yield layer, factors
+        return
+    mixed = [wiring.shared_source] if wiring.mixer is None else [*wiring.mixed, *([layer] if wiring.projects else [])]
+    for i, j in enumerate(mixed):
+        if not isinstance(j, int):
+            raise BadData(f"layer {layer} reads its {name} from a table, not from a stream")
+        more = factors if wiring.mixer is None else (*factors, (f"blocks.{layer}.attn.{attn.weight_points[name]}", i))
+        yield from _terms(model, j, name, more, own=j == layer or wiring.sources[j] == "own")
+
+
+def _scales(layer: int) -> list[str]:
+    return [f"blocks.{layer}.ln1.hook_scale", *(f"blocks.{layer}.attn.{x}_proj.norm.hook_scale" for x in "qk")]
+
+
+def _projected(block: Any, parts: Tensor, name: str, cut: Any) -> Tensor:
+    """Map parts of a block's input [..., d_model] to parts of its own queries or keys [..., head, d_head], norms frozen."""
+    attn, norm = block.attn, block.ln1
+    if isinstance(norm, RMSNorm):
+        parts = parts * norm.share(cut(f"blocks.{attn.layer}.ln1.hook_scale"))
+    elif not isinstance(norm, Unnormed):
+        raise BadData(
+            f"layer {attn.layer}'s norm is a {type(norm).__name__}, which has no divisor that could be frozen"
+        )
+    linear = getattr(attn, f"{name}_proj")
+    made = parts @ linear.weight.detach().double().T
+    if isinstance(linear, NormedLinear):
+        made = made * linear.norm.share(cut(f"blocks.{attn.layer}.attn.{name}_proj.norm.hook_scale"))
+    return made.unflatten(-1, (-1, attn.config.d_head))

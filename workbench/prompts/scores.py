@@ -1,0 +1,215 @@
+"""An attention score taken apart: parts of the query's stream times parts of the key's stream; the parts sum to the score.
+
+    s_ij = q_i . k_j / sqrt(d_head) = sum over a, b of q_i^a . k_j^b / sqrt(d_head),   q_i^a = R_i N_q W_Q (x_i^a / r_i)
+
+x_i^a: a part of the stream at position i, as in `decompose`; r_i: divisor of the norm before the attention; N_q: norm of queries, if
+there is one; R_i: rotation of position i. All norms are frozen at their values of the run, so every map is linear.
+
+Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits (the QK circuit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from workbench.console import notebook_html
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.models import Transformer
+from workbench.models.decomposition import By, label_parts
+from workbench.models.hooked import HookedModel
+from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.fits import EXACT
+from workbench.prompts.observed_scores import observed_score_parts
+from workbench.prompts.prompt import PromptLike, one_position, single_prompt
+from workbench.prompts.score_parts import ScoreParts, own_score_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreAttribution:
+    """Parts of one head's attention score, or of a difference or mean of its scores."""
+
+    layer: int
+    head: int
+    subject: str  # what is taken apart, in words
+    matrix: pd.DataFrame
+    """Scores [part of the query's stream, part of the key's stream], labelled as in `decompose`; they sum to the score."""
+    position: float  # part of the score that depends on the two positions alone (ALiBi)
+    score: float  # what the model computed, before a soft cap and the softmax
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """Distance between the sum of the parts and the score."""
+        return abs(float(self.matrix.to_numpy().sum()) + self.position - self.score)
+
+    @property
+    def queries(self) -> pd.Series:
+        """Sum of each part of the query's stream over the parts of the key's."""
+        return self.matrix.sum(axis=1)
+
+    @property
+    def keys(self) -> pd.Series:
+        """Sum of each part of the key's stream over the parts of the query's."""
+        return self.matrix.sum(axis=0)
+
+    @property
+    def sentence(self) -> str:
+        """The part of the key that pushes the score its own way most, and the part of the query that it meets, in words."""
+        cells, sign = self.matrix.to_numpy(), -1.0 if self.score < 0 else 1.0
+        key = int((sign * cells.sum(0)).argmax())
+        query = int((sign * cells[:, key]).argmax())
+        rows, columns = (
+            list(map(part_in_words, map(str, index))) for index in (self.matrix.index, self.matrix.columns)
+        )
+        place = f"; the positions alone add {self.position:+.3g}" if self.position else ""
+        return (
+            f"{self.subject}: {self.score:+.3g}, most by the key's {columns[key]} ({cells[:, key].sum():+.3g}), there most with the "
+            f"query's {rows[query]} ({cells[query, key]:+.3g}){place}."
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {"score": f"{self.score:.5g}", "error of the sum": f"{self.error:.1e}", "notes": " ".join(self.notes)}
+        return notebook_html(self.subject, facts, self.matrix.to_html(float_format="{:.3g}".format))
+
+
+def part_in_words(label: str) -> str:
+    """Return a part's label in words: `embedding`, `attention 2`, `MLP 3`, `head 1.0`, `head 1.0 (first)`."""
+    part, layer, head, path = label_parts(label)
+    if head is not None:
+        return f"head {layer}.{head}" + (f" ({path})" if path else "")
+    words = {"embed": "embedding", "attn": "bias of attention" if label.endswith("bias") else "attention", "mlp": "MLP"}
+    return words.get(part, part) + ("" if layer is None else f" {layer}")
+
+
+@torch.no_grad()
+def score_attribution(
+    model: HookedModel, prompt: PromptLike, layer: int, head: int, query: int, key: int, *,
+    against: int | None = None, by: By = "layer",
+) -> ScoreAttribution:  # fmt: skip
+    """Attribute the attention score of one query and key of a head to the parts of both streams.
+
+    Norms before the attention, of queries and of keys are frozen at their values, so each part maps linearly to a query and a key.
+    Biases are parts of their own. A soft cap follows the score: parts are those of the score before it. Costs one run and, by value
+    path, each earlier layer's attention once more.
+
+    Args:
+        model: A model of `build`, or an observed one.
+        prompt: Text, ids or `Prompt`.
+        layer: Layer of the head.
+        head: Query head; keys may be shared by several (GQA).
+        query: Position of the query token, negative from the end.
+        key: Position of the key token, not after the query.
+        against: Another key. The parts are then those of the difference of both scores, the log ratio of both attention weights.
+        by: Parts of the streams: `layer`, `head` or `value_path`, as in `decompose`.
+
+    Returns:
+        Parts of the query times parts of the key, whose sum equals the model's score.
+
+    Raises:
+        BadData: A layer, head or position is outside the model or prompt, the key follows the query, or the layer has no such score.
+        WorkbenchError: The parts do not sum to the score, for example because a hook changed it.
+    """
+    prompt = single_prompt(model, prompt, least=1)
+    at = [one_position(prompt.ids.shape[1], p) for p in (query, key, *([] if against is None else [against]))]
+    _check_layer(model, layer, by)
+    if isinstance(head, bool) or head not in range(model.config.n_heads):
+        raise UnknownName("head", head, map(str, range(model.config.n_heads)))
+    if max(at[1:]) > at[0]:
+        raise BadData(f"key {max(at[1:])} follows query {at[0]}: a query attends to itself and to earlier tokens")
+    found = _score_parts(model, prompt.ids, layer, by, at)
+    scale = found.whole["q"].shape[-1] ** -0.5
+    signs = torch.tensor([1.0, -1.0][: len(at) - 1], dtype=torch.float64, device=prompt.ids.device)
+    q, k = found.parts["q"][:, 0, 0, head], torch.einsum("s,psd->pd", signs, found.parts["k"][:, 0, 1:, head])
+    place = torch.zeros((), dtype=torch.float64)
+    if found.slopes is not None:
+        places = torch.stack([torch.tensor([j, at[0], 1.0], dtype=torch.float64) for j in at[1:]])
+        place = signs @ (places @ found.slopes[head])
+    score = scale * found.whole["q"][0, 0, head] @ (signs @ found.whole["k"][0, 1:, head]) + place
+    words = [f"“{token}” ({i})" for token, i in zip(prompt.strings(prompt.ids[0, at].tolist()), at, strict=True)]
+    subject = f"score of {words[0]} for {words[1]}" + ("" if against is None else f" minus that for {words[2]}")
+    return _checked(found, layer, head, scale * q @ k.T, score, place, subject)
+
+
+@torch.no_grad()
+def sink_attribution(
+    model: HookedModel, tokens: Tensor, layer: int, *, by: By = "layer", batch: int = 1
+) -> list[ScoreAttribution]:
+    """Attribute each head's attention sink on the first token to the parts of queries and keys, over documents.
+
+    Takes the score of the first token minus the mean score of the query's other keys, and averages it over all later queries. Time
+    O(parts^2 T d_model) per document and no T x T array. To follow a training, call it for each of its checkpoints.
+
+    Args:
+        model: A model of `build`, or an observed one.
+        tokens: Ids [document, pos] of at least two positions.
+        layer: Layer of the heads.
+        by: Parts of the streams: `layer`, `head` or `value_path`.
+        batch: Documents that run together.
+
+    Returns:
+        One result for each head.
+
+    Raises:
+        BadData: The layer or the ids are outside the model, or the layer has no such score.
+        WorkbenchError: The parts do not sum to the score.
+    """
+    _check_layer(model, layer, by)
+    ids = model.to_tokens(tokens)
+    if ids.shape[1] < 2:
+        raise BadData("one position: a sink needs later queries")
+    total: list[Any] = [0.0, 0.0, 0.0]
+    for some in ids.split(batch):
+        found = _score_parts(model, some, layer, by, None)
+        T, scale = some.shape[1], found.whole["q"].shape[-1] ** -0.5 / (len(ids) * (some.shape[1] - 1))
+        others = torch.arange(1, T, dtype=torch.float64, device=ids.device)  # other keys of queries 1..T - 1
+        # keys [..., pos, head, d_head]: the first minus the mean of the others up to each later position
+        k, own = (
+            x[..., :1, :, :] - x[..., 1:, :, :].cumsum(-3) / others[:, None, None]
+            for x in (found.parts["k"], found.whole["k"])
+        )
+        cells = torch.einsum("abqhd,cbqhd->hac", found.parts["q"][:, :, 1:], k)
+        score = torch.einsum("bqhd,bqhd->h", found.whole["q"][:, 1:], own)
+        place = score.new_zeros(len(score))
+        if found.slopes is not None:  # the others are at mean position (i + 1) / 2
+            place = found.slopes[:, 0] * -(others + 1).div(2).sum() * len(some) / (len(ids) * (T - 1))
+        total = [x + y for x, y in zip(total, (scale * cells, scale * score + place, place), strict=True)]
+    subject = f"score of the first token minus the mean of the other keys, mean over {ids[:, 1:].numel()} queries"
+    cells, scores, places = total
+    return [_checked(found, layer, h, cells[h], scores[h], places[h], subject) for h in range(model.config.n_heads)]
+
+
+def _check_layer(model: HookedModel, layer: int, by: str) -> None:
+    if isinstance(layer, bool) or layer not in range(model.config.n_layers):
+        raise UnknownName("layer", layer, map(str, range(model.config.n_layers)))
+    if by not in ("layer", "head", "value_path"):
+        raise UnknownName("by", by, ["layer", "head", "value_path"])
+
+
+def _score_parts(model: HookedModel, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
+    if isinstance(model, Transformer):
+        return own_score_parts(model, ids, layer, by, pos)
+    if isinstance(model, Observed):
+        return observed_score_parts(model, ids, layer, by, pos)
+    raise BadData(f"a {type(model).__name__} shows no maps from its stream to its queries and keys")
+
+
+def _checked(
+    parts: ScoreParts, layer: int, head: int, cells: Tensor, score: Tensor, position: Tensor, subject: str
+) -> ScoreAttribution:
+    """Return a head's cells [part of the query, part of the key]; raises `WorkbenchError` if they miss the score."""
+    result = ScoreAttribution(
+        layer=layer, head=head, subject=f"Head {layer}.{head}, {subject}", position=float(position), score=float(score),
+        matrix=pd.DataFrame(cells.cpu().numpy(), parts.labels["q"], parts.labels["k"]), notes=parts.notes,
+    )  # fmt: skip
+    if not result.error <= EXACT[parts.dtype] * max(float(cells.abs().sum()), abs(result.score)):
+        raise WorkbenchError(
+            f"{result.subject}: the parts sum to {float(cells.sum() + position):.6g}, the model computed {result.score:.6g}: a hook "
+            "changed its queries or keys; run the model without it"
+        )
+    return result
