@@ -131,24 +131,22 @@ def _cancelled_here() -> set[Any]:
     return keys
 
 
-def _cancel(key: Any, task: BackgroundTask) -> None:
-    _cancelled_here().add(key)
-    task.polled.pop(_visitor(), None)
-    if all(time.monotonic() - at > GONE_S for at in list(task.polled.values())):
-        task.cancelled.set()
-
-
 @st.fragment(run_every=POLL_S)
 def _show_progress(key: Any, task: BackgroundTask) -> None:
+    def cancel() -> None:
+        _cancelled_here().add(key)
+        task.polled.pop(_visitor(), None)
+        if all(time.monotonic() - at > GONE_S for at in list(task.polled.values())):
+            task.cancelled.set()
+
     task.polled[_visitor()] = time.monotonic()
     if task.future.done():
         st.rerun()
     share = task.done / task.total if task.total else 0.0
     left, right = st.columns([5, 1], vertical_alignment="center")
     left.progress(min(1.0, share), text=task.words())
-    right.button("Cancel", key=f"cancel_{abs(hash(key))}", on_click=_cancel, args=(key, task), width="stretch")
+    right.button("Cancel", key=f"cancel_{abs(hash(key))}", on_click=cancel, width="stretch")
     if task.parts:
         st.caption("Done so far, before the correction for the number of claims:")
-        st.dataframe(
-            pd.DataFrame(task.parts[::-1], columns=["claim", "verdict"]), hide_index=True, alt="Claims judged so far"
-        )
+        table = pd.DataFrame(task.parts[::-1], columns=["claim", "verdict"])
+        st.dataframe(table, hide_index=True, alt="Claims judged so far")

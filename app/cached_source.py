@@ -73,7 +73,7 @@ class ServerCache(SourceCache):
         return judge_apart(folder, entries, progress)
 
 
-def _release(model: Any) -> None:
+def free_model(model: Any) -> None:
     """Free a model once its last user is done, without delaying those who use others."""
 
     def free() -> None:
@@ -95,7 +95,7 @@ def _result(key: str, _compute: Compute) -> Any:
     return _compute()
 
 
-@st.cache_resource(max_entries=MAX_MODELS, on_release=_release, show_spinner=False)
+@st.cache_resource(max_entries=MAX_MODELS, on_release=free_model, show_spinner=False)
 def _model(key: str, _compute: Compute) -> Any:
     return _compute()
 

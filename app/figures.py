@@ -7,7 +7,7 @@ import functools
 import shlex
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,8 @@ def show(
         if long is None:
             drawing = _drawn(view, source, link)
         else:
-            drawing = background.run(
-                ("view", view.__name__, *_state(source, link)), long, functools.partial(_with_progress, view, link)
-            )
+            key, work = ("view", view.__name__, *_state(source, link)), functools.partial(_with_progress, view, link)
+            drawing = background.run(key, long, work)
     except WorkbenchError as error:
         st.info(widgets.escaped(error), icon=":material/info:")
         return None
@@ -96,7 +95,7 @@ def _with_progress(view: Callable[[Source, Link], Any], link: Link, progress: ba
 
 
 @st.cache_resource(show_spinner=False)
-def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str]]]:
+def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str], int]]:
     return OrderedDict()
 
 
@@ -114,27 +113,19 @@ def _drawn(view: View, source: Source, link: Link) -> Drawing:
         return view(source, link)
     key, kept = (view.__name__, *_state(source, link)), _drawings()
     if key in kept:
-        drawing, problems = kept[key]
+        drawing, problems, _ = kept[key]
         source.problems.update(problems)
         return drawing
     drawing = view(source, link)
-    kept[key] = drawing, dict(source.problems)
-    while len(kept) > MAX_DRAWINGS or (len(kept) > 1 and _bytes([d for d, _ in list(kept.values())]) > MAX_BYTES):
+    size = int(drawing.table.memory_usage(index=False).sum())
+    kept[key] = drawing, dict(source.problems), size
+    # a table of several drawings counts once
+    while len(kept) > MAX_DRAWINGS or sum({id(d.table): n for d, _, n in list(kept.values())}.values()) > MAX_BYTES:
+        if len(kept) < 2:
+            break
         with contextlib.suppress(KeyError):  # another visitor was as fast
             kept.popitem(last=False)
     return drawing
-
-
-_sizes: WeakKeyDictionary[Drawing, int] = WeakKeyDictionary()
-"""Bytes of the tables of drawings that are kept: adding up those of every kept one takes longer than a drawing."""
-
-
-def _bytes(drawings: Sequence[Drawing]) -> int:
-    """Return the bytes of all tables; a table of several drawings counts once."""
-    for drawing in drawings:
-        if drawing not in _sizes:
-            _sizes[drawing] = int(drawing.table.memory_usage(index=False).sum())
-    return sum({id(drawing.table): _sizes[drawing] for drawing in drawings}.values())
 
 
 # ---- a figure --------------------------------------------------------------------------------------------------------
@@ -162,7 +153,7 @@ def chart(
 
 
 def _with_menu(
-    view: View, link: Link, drawing: Drawing, problems: Mapping[str, str], about: str, take: element.Take | None = None
+    view: View, link: Link, drawing: Drawing, problems: Mapping[str, str], about: str, take: element.Take | None
 ) -> None:
     name = view.__name__
     with st.container(key=f"whole_{name}", gap=None):
@@ -184,7 +175,7 @@ def files(views: dict[str, View], link: Link) -> None:
         except WorkbenchError as error:
             st.info(widgets.escaped(error), icon=":material/info:")
             return
-        _with_menu(views[title], link, drawing, {}, "")
+        _with_menu(views[title], link, drawing, {}, "", None)
 
 
 # ---- its menu --------------------------------------------------------------------------------------------------------
@@ -206,6 +197,10 @@ def command(link: Link, options: str) -> str:
 
 def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
     """The menu of a figure; its contents are made only while it is open."""
+
+    def work(progress: background.Progress) -> Drawing:
+        return timelapse(view, cached_source(), link, progress)
+
     name = view.__name__
     panel = st.popover("Figure", icon=":material/more_vert:", type="tertiary", on_change="rerun", key=f"open_{name}",
                        help="Files, link, command, definition, numbers, time-lapse")  # fmt: skip
@@ -245,7 +240,20 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
                         st.markdown(f"**{widgets.escaped(measure)}**")
                         st.text(depth.about(str(measure)) or "Logged by training; no description.")
         if st.toggle("Play over checkpoints", key=f"play_{name}"):
-            _play(view, link)
+            key = ("timelapse", name, *_state(cached_source(), link))
+            try:
+                played: Drawing = background.run(key, "Drawing every checkpoint", work)
+            except WorkbenchError as error:
+                st.info(widgets.escaped(error))
+            except background.Running:
+                pass
+            else:
+                chart(played, f"lapse_{name}")
+                st.download_button(
+                    "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
+                    key=f"lapse_html_{name}", on_click="ignore",
+                )  # fmt: skip
+                st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
         st.dataframe(
             plots.table(drawing.table), width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}",
             alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
@@ -266,12 +274,9 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
     def page() -> str:
         return plots.html(drawing.figure, whole=True)
 
-    no_browser = find_browser() is None
-    width = str(
-        st.segmented_control(
-            "Width of pictures", list(WIDTHS), default="two columns", required=True, key=f"width_{name}"
-        )
-    )
+    no_browser, widths = find_browser() is None, list(WIDTHS)
+    key = f"width_{name}"
+    width = str(st.segmented_control("Width of pictures", widths, default=widths[1], required=True, key=key))
     buttons: list[tuple[str, str, str, Callable[[], bytes | str]]] = [
         ("SVG", "svg", "image/svg+xml", lambda: image("svg", "white")),
         ("PNG", "png", "image/png", lambda: image("png", "white")),
@@ -285,25 +290,3 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
                 label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off,
                 help=NO_BROWSER if off else None,
             )  # fmt: skip
-
-
-def _play(view: View, link: Link) -> None:
-    name = view.__name__
-
-    def work(progress: background.Progress) -> Drawing:
-        return timelapse(view, cached_source(), link, progress)
-
-    key = ("timelapse", name, *_state(cached_source(), link))
-    try:
-        played: Drawing = background.run(key, "Drawing every checkpoint", work)
-    except WorkbenchError as error:
-        st.info(widgets.escaped(error))
-        return
-    except background.Running:
-        return
-    chart(played, f"lapse_{name}")
-    st.download_button(
-        "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
-        key=f"lapse_html_{name}", on_click="ignore",
-    )  # fmt: skip
-    st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)

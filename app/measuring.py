@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import streamlit as st
@@ -21,18 +22,16 @@ MIN_TEXT = 200  # characters of a text to measure on
 def open_box(*, expanded: bool) -> None:
     """A box that imports a checkpoint as a run and shows it."""
     with st.expander("Open a model of yours", icon=":material/upload_file:", expanded=expanded):
-        path = st.text_input(
-            "Folder, file, or name of a cached Hub model", key="open_path", placeholder="/models/checkpoint.pt or gpt2"
-        )
+        label, example = "Folder, file, or name of a cached Hub model", "/models/checkpoint.pt or gpt2"
+        path = st.text_input(label, key="open_path", placeholder=example)
         st.caption(f"Files are read, never run. The model becomes a run in {widgets.escaped(root())}.")
         if st.button("Open", key="open_model", disabled=not path.strip()):
             st.session_state["opening"] = path.strip()
         if (asked := st.session_state.get("opening")) is None:
             return
+        work = partial(import_model, asked, root())
         try:
-            run: Run = background.run(
-                ("open", asked), f"Importing {asked}", lambda progress: import_model(asked, root(), progress)
-            )
+            run: Run = background.run(("open", asked), f"Importing {asked}", work)
         except background.Running:
             return
         except WorkbenchError as error:

@@ -87,9 +87,7 @@ def page(
                     st.info(widgets.escaped(f"{subject.title}: {error}"))
                     continue
                 st.markdown(widgets.escaped(subject.title))
-                st.dataframe(
-                    checks, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check of a model"
-                )
+                st.dataframe(checks, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check")
 
 
 def toolbar(key: str) -> DeltaGenerator:

@@ -92,10 +92,8 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     st.caption(widgets.escaped(", ".join([title, *more])))
     if not any(e.steps for e in groups[group]):
         kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
-        without = kinds.get(groups[group][0].kind, "No checkpoint yet.")
-        st.caption(
-            "Shipped with the project: records, no weights." if all(e.shipped for e in groups[group]) else without
-        )
+        shipped = all(e.shipped for e in groups[group]) and "Shipped with the project: records, no weights."
+        st.caption(shipped or kinds.get(groups[group][0].kind, "No checkpoint yet."))
     return group
 
 
@@ -141,9 +139,8 @@ def choose_models(link: Link) -> Link:
     )  # fmt: skip
     if panel.open or not many:
         with panel:
-            widgets.text_line(
-                "Find", "find", clears=("models",), placeholder="words of name, model, option or seed: resformer s0"
-            )
+            hint = "words of name, model, option or seed: resformer s0"
+            widgets.text_line("Find", "find", clears=("models",), placeholder=hint)
             if options:
                 default = [name for name in options if name != "seed"]
                 widgets.choose_many("Separate lines by", "by", options, default, clears=("models",))

@@ -120,19 +120,19 @@ settings.apply()  # before Streamlit reads any
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=8501)
     parser.add_argument("--parent", type=int)
     options = parser.parse_known_args()[0]
+
+    def end_with_parent() -> None:
+        while os.getppid() == options.parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if options.parent is not None:
-        threading.Thread(target=_end_with_parent, args=(options.parent,), daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
     uvicorn.run(
         app, host=st.get_option("server.address"), port=options.port, ws="websockets-sansio", ws_per_message_deflate=False,
         access_log=False, log_level="warning", timeout_graceful_shutdown=2,

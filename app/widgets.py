@@ -84,6 +84,11 @@ def choose(
     )  # fmt: skip
 
 
+def choose_variant(variants: Sequence[Any], default: Any) -> Any:
+    """The variants of a measure, if there are several."""
+    return choose("Variant", "variant", variants, default, show=spaced, width=130, only_if_many=True)
+
+
 def choose_spread() -> str:
     """The error bars of curves over seeds."""
     return str(choose("Error bars", "spread", list(SPREADS), show=SPREADS.__getitem__, width=150))
@@ -132,7 +137,7 @@ def choose_many(
     )  # fmt: skip
 
 
-def range_slider(label: str, key: str, count: int, *, help: str | None = None) -> tuple[int, int]:  # noqa: A002
+def range_slider(label: str, key: str, count: int) -> tuple[int, int]:
     """A slider with two ends over 0..count - 1, mirrored in the URL as `first-last`; by default the full range."""
     asked = st.query_params.get(key)
     named = re.fullmatch(r"(\d{1,9})-(\d{1,9})", asked or "")
@@ -144,7 +149,7 @@ def range_slider(label: str, key: str, count: int, *, help: str | None = None) -
         return 0, count - 1
     st.session_state[f"w_{key}"] = (first, last)
     write = "{0[0]}-{0[1]}".format
-    found: Any = st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write), help=help)
+    found: Any = st.slider(label, 0, count - 1, key=f"w_{key}", on_change=_mirror, args=(key, write))
     return found[0], found[1]
 
 

@@ -26,7 +26,7 @@ from workbench.data.sources import RepeatedData
 from workbench.metrics.weights import gradient_norm
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
-from workbench.training.loop import _accelerator, _Loop, create, learning_rate, optimiser
+from workbench.training.loop import _Loop, create, create_accelerator, learning_rate, optimiser
 
 SIZES = {  # of the demo's text models and of the preset `mini`, whose steps take longer and hide more
     "d 64": (ModelConfig(n_layers=4, d_model=64, n_heads=4, d_mlp=176, d_vocab=1024, n_ctx=128), 8, 10),
@@ -70,7 +70,7 @@ class Ours:
         run = create(
             architecture, runs, architecture=architecture, model=model, train=train, data=data, seed=0, options={}
         )
-        self.loop = _Loop(run, data, _accelerator("cpu", train), [0], None, {})
+        self.loop = _Loop(run, data, create_accelerator("cpu", train), [0], None, {})
 
     def step(self) -> Tensor:
         loss = self.loop._update()

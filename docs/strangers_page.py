@@ -27,8 +27,8 @@ from workbench.checkpoints import hub
 from workbench.console import say
 from workbench.errors import BadData, WorkbenchError
 from workbench.metrics.found_sinks import sink_positions
-from workbench.reports.diagnosis import pm, sink_names
 from workbench.reports.xray import token_name, xray_data
+from workbench.reports.xray_sentences import pm, sink_names
 from workbench.runs.run import Run, run_or_model
 from workbench.statistics.sinks import SINK_MASS
 

@@ -40,7 +40,7 @@ from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.saving import save
 from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
 from workbench.claims.collect import stored, usable
-from workbench.cli.serving import NOTE, _ours
+from workbench.cli.dashboard_server import NOTE, running_note
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files, load_corpus, save_corpus
 from workbench.data.examples import examples
@@ -416,7 +416,7 @@ SIDE = {
     "catalogue's index": (in_run(INDEX, looked_up), mutated),
     "values of a catalogue's index": (in_run(INDEX, looked_up), in_entries),
     "demo's status": (in_run(STATUS, demo_status), mutated),
-    "dashboard's note": (in_run(NOTE, lambda runs: _ours(runs, 8501)), mutated),
+    "dashboard's note": (in_run(NOTE, lambda runs: running_note(runs, 8501)), mutated),
     "study": (reader(text(STUDY), "study.toml", read_study), mutated),
     "edits": (reader(text(EDITS), "edits.txt", lambda f: parsed(f.read_text(errors="replace"))), mutated),
     "link": (reader(text(LINK), "link.txt", lambda f: Link.parse(f.read_text(errors="replace"))), mutated),

@@ -130,7 +130,7 @@ def test_a_model_in_use_is_let_go_without_keeping_anybody_waiting():
 
     model = Model()
     with model.lock:
-        cached_source._release(model)
+        cached_source.free_model(model)
         assert not model.done.wait(0.05)
     assert model.done.wait(5)
 

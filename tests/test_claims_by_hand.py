@@ -10,11 +10,11 @@ from scipy import stats
 
 from workbench.claims import CLAIMS, collect
 from workbench.claims.analysis import article
-from workbench.claims.depth import _late
+from workbench.claims.depth import late_norms
 from workbench.claims.evidence import model_mean
 from workbench.claims.judging import Judged
 from workbench.claims.optimisation import _gradients
-from workbench.claims.sharing import _races
+from workbench.claims.sharing import races_by_seed
 from workbench.claims.sinks import need_sinks
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.runs.records import provenance, records
@@ -99,7 +99,7 @@ def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
         row(of, "train_loss", 5.0 + (change[step] if of["model"] == "svformer" else 0.0), step=step)
         for of in made for step in range(30)
     ]  # fmt: skip
-    races = _races(evidence(made, (), told))
+    races = races_by_seed(evidence(made, (), told))
     assert races.loc[0, "lead"] == pytest.approx((8 * -1.0 + -4.0) / 9)
     assert races.loc[0, "crossing"] == 11, "the window that ends there: (-1 - 10 + 20) / 3"
 
@@ -126,7 +126,7 @@ def test_a_late_layers_norm_is_held_against_the_middle_ones():
         row(of, "value_norm", norm.get(n, 5.0) if of["model"] == "resformer" else 1.0, layer=n, site="own_v")
         for of in made for n in range(8)
     ]  # fmt: skip
-    assert _late(evidence(made, rows), "resformer", 8).value == pytest.approx(math.log(2 / 8))
+    assert late_norms(evidence(made, rows), "resformer", 8).value == pytest.approx(math.log(2 / 8))
 
 
 def test_first_layer_gradients_are_told_as_ratios_where_both_models_have_them():

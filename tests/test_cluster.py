@@ -64,11 +64,11 @@ def test_a_worker_that_would_not_do_the_same_is_named(says, sentence):
 
 
 def test_what_a_job_failed_of_concerns_all_where_it_is_the_worker_that_is_not_fit():
-    assert cluster._explained("dask://x", None) is None
+    assert cluster.explained_error("dask://x", None) is None
     error = ValueError("the loss is nan")
-    assert cluster._explained("dask://x", error) is error
+    assert cluster.explained_error("dask://x", error) is error
     with pytest.raises(WorkbenchError, match="a worker of dask://x has another version of workbench, or none"):
-        cluster._explained("dask://x", ModuleNotFoundError("No module named 'workbench'"))
+        cluster.explained_error("dask://x", ModuleNotFoundError("No module named 'workbench'"))
 
 
 @pytest.mark.slow

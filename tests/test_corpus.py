@@ -109,7 +109,7 @@ def test_a_sample_of_the_embedded_text_keeps_domains_sides_and_budget() -> None:
 def test_repeats_are_dropped_and_validation_loses() -> None:
     shared, own = prose("shared", 200), prose("own", 400)
     documents = [Document("v", "text", "validation", shared + "\n" + own), Document("t", "text", "train", shared)]
-    corpus = corpora._finish(documents, {})
+    corpus = corpora.without_repeats(documents, {})
     assert [d.text for d in corpus.split("train")] == [shared]
     assert [d.text for d in corpus.split("validation")] == [own]
 
@@ -117,9 +117,11 @@ def test_repeats_are_dropped_and_validation_loses() -> None:
 def test_half_new_paragraphs_stay_in_train_only() -> None:
     old, new = (" ".join(f"{name}{i}" for i in range(60)) for name in ("old", "new"))
     first = Document("a", "text", "train", old)
-    kept = corpora._finish([first, Document("b", "text", "train", f"{old} {new} {new.upper()}"), other()], {})
+    kept = corpora.without_repeats([first, Document("b", "text", "train", f"{old} {new} {new.upper()}"), other()], {})
     assert [d.source for d in kept.documents] == ["a", "b", "c"]
-    lost = corpora._finish([first, Document("b", "text", "validation", f"{old} {new} {new.upper()}"), other()], {})
+    lost = corpora.without_repeats(
+        [first, Document("b", "text", "validation", f"{old} {new} {new.upper()}"), other()], {}
+    )
     assert [d.source for d in lost.documents] == ["a", "c"]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import dashboard
 import pytest
 
+from workbench.cli.dashboard_server import NOTE, running_note
 from workbench.cli.listing import listing
-from workbench.cli.serving import NOTE, _ours
 from workbench.data import corpus
 from workbench.errors import WorkbenchError
 from workbench.files import MAX_TABLE, replacing, write_text
@@ -92,7 +92,7 @@ def test_what_has_no_end_is_as_absent_where_it_only_saves_time(tmp_path, kind):
     for name in (INDEX, STATUS, NOTE, "r/records/a-b.parquet"):
         ENDLESS[kind](tmp_path / name)
     assert [e.name for e in within(20, lambda: catalogue(tmp_path)).entries] == ["r"]
-    assert within(20, lambda: [demo_status(tmp_path), _ours(tmp_path, 8501)]) == [None, None]
+    assert within(20, lambda: [demo_status(tmp_path), running_note(tmp_path, 8501)]) == [None, None]
     assert within(20, lambda: [metrics_of(tmp_path / "r")]) == [()]
 
 
@@ -137,7 +137,7 @@ def test_text_and_pages_are_on_this_machine(tmp_path, monkeypatch, url):
 @pytest.mark.parametrize("note", ['{"pid": 1e400, "port": 1}', f'{{"pid": {10**40}, "port": 1}}', "[" * 100_000])
 def test_a_note_of_no_dashboard_is_as_absent(tmp_path, note):
     (tmp_path / NOTE).write_text(note)
-    assert _ours(tmp_path, 1) is None
+    assert running_note(tmp_path, 1) is None
 
 
 @contextlib.contextmanager

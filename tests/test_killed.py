@@ -160,7 +160,7 @@ if __name__ == "__mp_main__":  # a worker imports this before it can install its
     except KeyboardInterrupt:
         pass  # as in a destructor or a careless import
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, cli._terminated)
+    signal.signal(signal.SIGTERM, cli.terminated)
     run_jobs([Job(name, time.sleep, (1000,)) for name in "ab"], 1, lambda job, error: None)
 """
 

@@ -101,7 +101,7 @@ def gradients(attend, dtype=torch.float64):
 def as_a_key(q, k, v, logits):
     """What is taken where no call tells the log-sum-exp, and in compiled graphs."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return joint._as_a_key(q, k, v, logits, None, True).transpose(1, 2)
+    return joint.attend_with_a_key(q, k, v, logits, None, True).transpose(1, 2)
 
 
 def streamed(q, k, v, logits):

@@ -13,7 +13,7 @@ from strangers import GPT, large
 
 import workbench
 from workbench.prompts import attention_inputs, attention_map, attention_overview
-from workbench.reports.diagnosis import sinks_text
+from workbench.reports.xray_sentences import sinks_text
 
 SINKS = torch.tensor([1.5, -0.5, 0.0, 3.0])
 

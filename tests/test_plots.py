@@ -15,7 +15,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots import training
 from workbench.plots.style import PANEL, outer_titles
-from workbench.reports.diagnosis import concentration_text
+from workbench.reports.xray_sentences import concentration_text
 from workbench.runs.records import provenance, records
 from workbench.statistics.formation import formation_steps
 

@@ -144,7 +144,7 @@ def test_a_module_whose_matrices_are_flat_is_refused(tmp_path):
     class FullyShardedDataParallel(nn.Sequential):
         """What FSDP1 makes of a module, by its name."""
 
-    with pytest.raises(WorkbenchError, match=r"stores no separate matrices; shard the model with fully_shard"):
+    with pytest.raises(WorkbenchError, match=r"stores no separate matrices; shard with fully_shard"):
         Recorder(FullyShardedDataParallel(nn.Linear(2, 2)), 1, tmp_path / "r", quantities=["weight_norm"])
     assert not (tmp_path / "r").exists()
 

@@ -19,9 +19,9 @@ from workbench.metrics.retention import (
     TokenProbe,
     TokenProbeStreamed,
     _means,
-    _random_labels,
     draw_positions,
     key_of,
+    random_labels,
 )
 from workbench.names import ACTIVATIONS, stream_hook
 
@@ -101,7 +101,7 @@ def test_errors_are_over_held_out_documents(tiny):
     ].itertuples()
     _, cache = tiny().run_with_cache(tokens, names_filter=stream_hook(1, 3))
     kept = accumulated(TokenProbe, cache[stream_hook(1, 3)], tokens)
-    each = torch.cat([kept._held_out(split)[:, 0] for split in range(3)])
+    each = torch.cat([kept.held_out_results(split)[:, 0] for split in range(3)])
     assert row.value == pytest.approx(float(each.mean()), rel=1e-4)
     assert row.se == pytest.approx(float(each.std()) / 12**0.5, rel=1e-3)
 
@@ -172,7 +172,7 @@ def test_the_previous_token_is_read_only_where_it_was_mixed_in(kinds):
 def test_three_splits_hold_out_different_documents_and_their_spread_is_told():
     tokens = zipf(24, 32, 20)
     accumulator = accumulated(TokenProbe, seeded(20, 6, seed=8)[tokens] + seeded(24, 32, 6), tokens)
-    each = [accumulator._held_out(split)[:, 0] for split in range(3)]
+    each = [accumulator.held_out_results(split)[:, 0] for split in range(3)]
     found = accumulator.result()
     assert [len(bits) for bits in each] == [6, 6, 6]
     assert found[""] == pytest.approx(float(torch.cat(each).mean()))
@@ -183,7 +183,7 @@ def test_three_splits_hold_out_different_documents_and_their_spread_is_told():
 def test_random_labels_are_what_the_probe_can_learn_by_heart():
     """Two tokens on a line: any labels can be learnt. Eight on a line: only labels that lie in order."""
     seen = torch.tensor([3, 3, 3, 5])
-    label = _random_labels(seen, 8, 0)
+    label = random_labels(seen, 8, 0)
     assert set(label[[3, 5]].tolist()) <= {3, 5}
     assert label[[0, 1, 2, 4, 6, 7]].tolist() == [0, 1, 2, 4, 6, 7], "a token not seen keeps its own"
     tokens = torch.randint(40, (32, 64), generator=torch.Generator().manual_seed(3))

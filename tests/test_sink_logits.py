@@ -10,7 +10,7 @@ from inputs import WIDE, tokens
 import workbench
 from workbench.interventions import edited
 from workbench.prompts import attention_inputs, attention_map, attention_overview, check_model, value_flow
-from workbench.reports.diagnosis import sinks_text
+from workbench.reports.xray_sentences import sinks_text
 
 POINT = "blocks.1.attn.hook_{}"
 

@@ -12,10 +12,10 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.runs.records import records
 from workbench.statistics import scaling
 from workbench.statistics.censored import (
-    _log_rank_scores,
     censored,
     compare_steps,
     formed_in,
+    log_rank_scores,
     median_in_words,
     median_step,
 )
@@ -315,7 +315,7 @@ def test_a_step_that_most_runs_never_reach_has_no_median():
 def test_log_rank_scores_are_those_of_the_textbook():
     """Two groups of three, one censored: observed minus expected events by hand."""
     at, formed = [1.0, 2.0, 4.0, 3.0, 4.0, 5.0], [True, True, True, True, False, True]
-    scores = _log_rank_scores(pd.DataFrame({"at": at, "formed": formed}))
+    scores = log_rank_scores(pd.DataFrame({"at": at, "formed": formed}))
     hazards = {1: 1 / 6, 2: 1 / 5, 3: 1 / 4, 4: 1 / 3, 5: 1 / 1}
     expected = [sum(h for t, h in hazards.items() if t <= x) for x in at]
     assert scores == pytest.approx([e - x for e, x in zip(formed, expected, strict=True)])

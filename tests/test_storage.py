@@ -342,7 +342,9 @@ def test_what_this_disk_cannot_hold_is_named_and_the_rest_is_here(machine, name,
 
 def test_an_object_with_the_name_of_a_folder_is_named(machine):
     """As object stores have them; the filesystem of these tests refuses both at once."""
-    fits, left_out = sync._usable(sync.mirror_of(runs_folder(URL)), {"r": "1", "r/run.json": "1", "s/run.json": "1"})
+    fits, left_out = sync.usable_files(
+        sync.mirror_of(runs_folder(URL)), {"r": "1", "r/run.json": "1", "s/run.json": "1"}
+    )
     assert (list(fits), left_out) == (["r/run.json", "s/run.json"], {"r": "a folder has the same name"})
 
 

@@ -143,10 +143,10 @@ def test_batches_are_a_function_of_seed_and_step(tmp_path):
         assert torch.equal(source.batch(7, 4, 16, 1), other.batch(7, 4, 16, 1))
         assert not torch.equal(source.batch(7, 4, 16, 1), source.batch(7, 4, 16, 2))
         assert not torch.equal(source.batch(7, 4, 16, 1), source.batch(8, 4, 16, 1))
-    chunks = len(data._train.chunks(16))
+    chunks = len(data.train.chunks(16))
     epoch = torch.cat([data.batch(step, 1, 16, 1) for step in range(chunks)])
     assert torch.equal(epoch[4:8], data.batch(1, 4, 16, 1)), "the order does not depend on the size of a batch"
-    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, data._train.chunks(16).tolist()))
+    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, data.train.chunks(16).tolist()))
     second = torch.cat([data.batch(step, 1, 16, 1) for step in range(chunks, 2 * chunks)])
     assert not torch.equal(second, epoch)
 

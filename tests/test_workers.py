@@ -14,8 +14,7 @@ import pytest
 from workbench.jobs import processes, running
 from workbench.jobs.processes import one_thread
 from workbench.jobs.running import Job, StatusFile, results, run_jobs
-from workbench.runs.corpora import shared_text
-from workbench.runs.run import CORPORA
+from workbench.runs.run import CORPORA, shared_text
 
 
 def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypatch):

@@ -71,14 +71,12 @@ class ModelConfig:
         _numbers(self)
         if self.d_model % self.n_heads or self.d_head % 2:
             even = [h for h in range(1, self.d_model // 2 + 1) if self.d_model % (2 * h) == 0]
-            raise WorkbenchError(
-                f"n_heads={self.n_heads} does not cut d_model={self.d_model} into even heads; choose from {even}"
-            )
+            what = f"d_model={self.d_model} into even heads; choose from {even}"
+            raise WorkbenchError(f"n_heads={self.n_heads} does not cut {what}")
         if self.n_heads % self.n_key_value_heads:
             fit = [g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0]
-            raise WorkbenchError(
-                f"n_key_value_heads={self.n_key_value_heads} does not divide n_heads={self.n_heads}; choose from {fit}"
-            )
+            what = f"n_heads={self.n_heads}; choose from {fit}"
+            raise WorkbenchError(f"n_key_value_heads={self.n_key_value_heads} does not divide {what}")
 
     @property
     def d_head(self) -> int:
@@ -164,9 +162,8 @@ class TrainConfig:
         if self.T < 2:
             raise WorkbenchError(f"T={self.T}: a sequence needs 2 tokens")
         if not isinstance(self.lr_factors, Mapping):
-            raise WorkbenchError(
-                f'lr_factors={self.lr_factors!r}: must map patterns to factors, as {{"blocks.0.*": 5}}'
-            )
+            needed = 'must map patterns to factors, as {"blocks.0.*": 5}'
+            raise WorkbenchError(f"lr_factors={self.lr_factors!r}: {needed}")
         for pattern, factor in self.lr_factors.items():
             if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
                 raise WorkbenchError(f"lr_factors: {factor!r} of {pattern!r} must be a positive number")
@@ -198,9 +195,8 @@ class Preset:
 
 
 def _published(n_layers: int, n_heads: int, d_model: int) -> Preset:
-    model = ModelConfig(
-        n_layers=n_layers, d_model=d_model, n_heads=n_heads, d_mlp=d_model * 7 // 2, d_vocab=50_277, n_ctx=2048
-    )
+    shape = {"n_layers": n_layers, "n_heads": n_heads, "d_model": d_model, "d_mlp": d_model * 7 // 2}
+    model = ModelConfig(**shape, d_vocab=50_277, n_ctx=2048)
     return Preset(model, TrainConfig(steps=10_000, batch=1024, T=2048, validate_every=1000, save_every=500, bf16=True))
 
 

@@ -204,9 +204,8 @@ class _Row(ProgressColumn):
 
 @contextmanager
 def _bar(task: Task) -> Iterator[None]:
-    with Bars(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Row(task), TimeElapsedColumn(), console=errors
-    ) as bars:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _Row(task), TimeElapsedColumn())
+    with Bars(*columns, console=errors) as bars:
         bars.add_task(escape(task.name), total=None)
         yield
 

@@ -31,9 +31,8 @@ def rank() -> int:
 def _number_in(variable: str, default: int) -> int:
     text = os.environ.get(variable, "").strip()
     if text and not text.isdecimal():
-        raise WorkbenchError(
-            f"the environment variable {variable} is {text!r}, not a whole number: unset it or correct it"
-        )
+        cure = "unset it or correct it"
+        raise WorkbenchError(f"the environment variable {variable} is {text!r}, not a whole number: {cure}")
     return int(text or default)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def variable(name: str, default: str = "") -> str:
     return os.environ.get(name) or default
 
 
+@functools.lru_cache(maxsize=8)
 def cache_folder(cache: str | None = None, user_cache: str | None = None) -> Path:
     """Return the folder of the cache: `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
     return Path(cache or Path(user_cache or Path.home() / ".cache") / "workbench").resolve()

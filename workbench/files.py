@@ -25,9 +25,8 @@ URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of t
 def local(path: str | Path) -> Path:
     """Return a path of this machine; raises `WorkbenchError` for a URL, which `Path` would turn into a folder `s3:`."""
     if URL.match(str(path)):
-        raise WorkbenchError(
-            f"{path} is a URL; here a path of this machine is needed, a folder of that name by its full path"
-        )
+        cure = "a path of this machine is needed, a folder of that name by its full path"
+        raise WorkbenchError(f"{path} is a URL; here {cure}")
     return Path(path)
 
 

@@ -63,9 +63,8 @@ def plugins(kind: str) -> dict[str, str]:
     """Return the modules that other packages name as entry points `workbench.metrics` or `workbench.architectures`, by module."""
     from importlib.metadata import entry_points
 
-    return {
-        plugin.module: plugin.dist.name if plugin.dist else "" for plugin in entry_points(group=f"workbench.{kind}")
-    }
+    points = entry_points(group=f"workbench.{kind}")
+    return {plugin.module: plugin.dist.name if plugin.dist else "" for plugin in points}
 
 
 def load_plugins(kind: str) -> None:

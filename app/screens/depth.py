@@ -54,9 +54,8 @@ def depth_page(link: Link) -> None:
         with panel:
             metric = st.selectbox("Measure", depth.measures_by_layer(), key="w_measure", format_func=widgets.spaced)
             step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
-            if measure_box(
-                f"depth_{metric}_{step}", runs, [(step, metric)], f"Measure at step {step}", depth.DOCUMENTS
-            ):
+            key, label = f"depth_{metric}_{step}", f"Measure at step {step}"
+            if measure_box(key, runs, [(step, metric)], label, depth.DOCUMENTS):
                 widgets.update_url(metric=metric)
                 st.rerun()
     if widgets.toggle("Documents behind a number", "behind", help="Or click a point"):
@@ -75,9 +74,8 @@ def _behind(link: Link) -> None:
         if number.heads:
             head = widgets.choose("Head", "head", [None, *number.heads], None, show=str, width=90, placeholder="all")
             bare = bare.but(head=head)
-        bare = bare.but(
-            order=widgets.choose("Documents", "order", list(depth.ORDERS), show=depth.ORDERS.__getitem__, width=220)
-        )
+        order = widgets.choose("Documents", "order", list(depth.ORDERS), show=depth.ORDERS.__getitem__, width=220)
+        bare = bare.but(order=order)
         if link.on("compare"):
             bare = bare.but(minus=int(widgets.toggle("Difference of A and B", "minus")))
     drawing = show(depth.behind, bare, long="Reading documents")
@@ -107,10 +105,7 @@ def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
         options = depth.depth_options(source, bare)
-    variant = widgets.choose(
-        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
-    )
-    bare = bare.but(variant=variant)
+    bare = bare.but(variant=widgets.choose_variant(options.variants, options.variant))
     options = depth.depth_options(source, bare)
     form = widgets.choose("View", "view", options.forms, options.form, show=depth.FORMS.__getitem__, width=150)
     if not link.on("compare"):

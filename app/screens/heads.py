@@ -100,18 +100,14 @@ def _choices(link: Link) -> tuple[Link, heads.RunHead]:
         "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=of_layers
     )
     if asked in of_layers:
-        st.caption(
-            f"{widgets.spaced(asked).capitalize()} is not measured per head; ranked by {widgets.spaced(metric)}."
-        )
+        words = widgets.spaced(asked).capitalize()
+        st.caption(f"{words} is not measured per head; ranked by {widgets.spaced(metric)}.")
     bare = bare.but(metric=metric)
     options = heads.head_options(source, bare)
     if options.sites:
         bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
         options = heads.head_options(source, bare)
-    variant = widgets.choose(
-        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
-    )
-    bare = bare.but(variant=variant)
+    bare = bare.but(variant=widgets.choose_variant(options.variants, options.variant))
     end = heads.head_options(source, bare).end
     bare = bare.but(end=widgets.choose("Order", "end", list(heads.ENDS), end, show=heads.ENDS.__getitem__, width=150))
     at = bare

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from workbench import plots
@@ -13,7 +14,7 @@ from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
-from workbench.views import Link, RunAtStep, Source, finding, start
+from workbench.views import Link, Source, finding, start
 from workbench.views.base import ONE_SEED
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
@@ -55,6 +56,15 @@ DIAGRAM = (
     f'<title>The values of layer 1, V1, are added to the values of every later layer</title>{BOXES}'
     '<text x="110" y="76" fill="#D55E00">V1, added to the values of every later layer</text></svg>'
 )  # fmt: skip
+INTRODUCTION = (
+    "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) adds the values of layer 1, "
+    "which are made from the tokens alone, to the values of every later layer; these pages show what that changes."
+)
+CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
+    ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
+    ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
+)  # fmt: skip
 LIVE = 2  # seconds between looks at a running demo
 OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of a figure of two models
 
@@ -63,28 +73,15 @@ def start_page(link: Link) -> None:
     parts, first = _parts()
     shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
     if "show" not in st.query_params:
-        _introduction()
+        words, picture = st.columns([3, 2], vertical_alignment="center")
+        words.markdown(INTRODUCTION)
+        picture.image(DIAGRAM, width=440)
+        for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
+            with column.container(border=True):
+                widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
+                st.caption(text)
     draw = {"finding": _finding, "model": _model, "here": _runs, "verdicts": _verdicts, "demo": _demo}[shown]
     draw(link.but(show=shown))
-
-
-def _introduction() -> None:
-    """Draw two sentences and a diagram about the project, and three cards."""
-    words, picture = st.columns([3, 2], vertical_alignment="center")
-    words.markdown(
-        "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) adds the values of layer 1, "
-        "which are made from the tokens alone, to the values of every later layer; these pages show what that changes."
-    )
-    picture.image(DIAGRAM, width=440)
-    cards: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-        ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
-        ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
-        ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
-    )  # fmt: skip
-    for column, (title, text, page_name, changes) in zip(st.columns(3), cards, strict=True):
-        with column.container(border=True):
-            widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
-            st.caption(text)
 
 
 def _select(name: str) -> Link | None:
@@ -150,29 +147,22 @@ def _finding(link: Link) -> None:
 
 
 def _model(link: Link) -> None:
-    subjects = cached_source().subjects(link)
-    ready = [_measured(subject) for subject in subjects]
-    if all(ready):
+    source = cached_source()
+    subjects = source.subjects(link)
+    absent = [(subject, names) for subject in subjects if (names := start.missing(source, subject))]
+    for subject, names in absent:  # a button and the command that measure them
+        entry, words = subject.entry, ", ".join(map(widgets.spaced, names))
+        st.info(f"{widgets.escaped(subject.name)} is not measured yet: {words}.", icon=":material/radiology:")
+        plan = start.xray_plan(entry, subject.step)
+        if measure_box(f"{entry.name}_{subject.step}", [entry], plan, "Measure", start.xrays.DOCUMENTS):
+            st.rerun()
+        st.caption("Shipped runs are read-only. Measure it in a terminal:" if entry.shipped else "Or in a terminal:")
+        st.code(start.xray_command(entry, subject.step), language=None, wrap_lines=True)
+    if not absent:
         with figures_side_by_side(COMPARED_PX if len(subjects) > 1 else FIGURE_PX):
             for answer in start.XRAY.values():
                 with st.container(border=True):
                     show(answer, link, about=XRAY)
-
-
-def _measured(subject: RunAtStep) -> bool:
-    """Return True if the records of an X-ray are stored; if not, offer a button and the command that measure them."""
-    absent = start.missing(cached_source(), subject)
-    if not absent:
-        return True
-    entry = subject.entry
-    names = ", ".join(name.replace("_", " ") for name in absent)
-    st.info(f"{widgets.escaped(subject.name)} is not measured yet: {names}.", icon=":material/radiology:")
-    plan = start.xray_plan(entry, subject.step)
-    if measure_box(f"{entry.name}_{subject.step}", [entry], plan, "Measure", start.xrays.DOCUMENTS):
-        st.rerun()
-    st.caption("Shipped runs are read-only. Measure it in a terminal:" if entry.shipped else "Or in a terminal:")
-    st.code(start.xray_command(entry, subject.step), language=None, wrap_lines=True)
-    return False
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -204,17 +194,11 @@ def _runs(link: Link) -> None:
     with toolbar("controls"):
         by = groups[str(st.selectbox("Group by", list(groups), key="w_grouping", width=220))]
     if by:
-        numbers = (
-            table.groupby(by, dropna=False, sort=False)["final loss"].agg(["mean", "std"]).add_prefix("final loss, ")
-        )
-        table = (
-            table.groupby(by, dropna=False, sort=False)
-            .agg(seeds=("seed", "nunique"), runs=("run", "size"))
-            .join(numbers)
-            .reset_index()
-        )
+        grouped = table.groupby(by, dropna=False, sort=False)
+        losses = grouped["final loss"].agg(["mean", "std"]).add_prefix("final loss, ")
+        table = grouped.agg(seeds=("seed", "nunique"), runs=("run", "size")).join(losses).reset_index()
 
-    config: dict[Any, Any] = {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
+    config = _number_columns(table)
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
         key="grouped" if by else "runs",
@@ -230,18 +214,17 @@ def _runs(link: Link) -> None:
                      query_params={"set": group, "models": ",".join(series)})  # fmt: skip
     elif len(rows) == 2:
         a, b = rows["run"]
-        compare = {"a": a, "b": b, "compare": "1", "set": rows["group"].iloc[0]}
-        st.page_link(
-            "screens/depth.py",
-            label=f"Compare {a} and {b} on Depth",
-            icon=":material/compare_arrows:",
-            query_params=compare,
-        )
+        compare, icon = {"a": a, "b": b, "compare": "1", "set": rows["group"].iloc[0]}, ":material/compare_arrows:"
+        st.page_link("screens/depth.py", label=f"Compare {a} and {b} on Depth", icon=icon, query_params=compare)
     elif len(rows) > 2:
         st.caption("Select two runs to compare them, or group by model to draw several models.")
     if catalogue.problems:
         st.warning(f"{len(catalogue.problems)} folders look like runs and cannot be read; see the foot of the page.")
     st.caption("Final loss: last validation loss (nats), the mean over domains. Measures: number of stored measures.")
+
+
+def _number_columns(table: pd.DataFrame) -> dict[Any, Any]:
+    return {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
 
 
 def take_run() -> None:
@@ -262,9 +245,8 @@ def _judged(link: Link) -> tuple[start.Judgement, ...]:
         source.progress = progress
         return start.judgements(source, link)
 
-    judged: tuple[start.Judgement, ...] = background.run(
-        start.verdicts_key(source, link), "Judging claims", work, alike=False
-    )
+    key = start.verdicts_key(source, link)
+    judged: tuple[start.Judgement, ...] = background.run(key, "Judging claims", work, alike=False)
     return judged
 
 
@@ -272,9 +254,8 @@ def _verdicts(link: Link) -> None:
     source = cached_source()
     controls = toolbar("controls")
     with controls:
-        alone = widgets.toggle(
-            "This experiment only", "alone", help="Otherwise all runs of the folder, in every setting"
-        )
+        about = "Otherwise all runs of the folder, in every setting"
+        alone = widgets.toggle("This experiment only", "alone", help=about)
     link = link.but(alone=1 if alone else None)
     judged = _judged(link)
     decided = {j.claim.name: j for j in judged if j.decided}
@@ -322,18 +303,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         st.session_state["drawn"].append(Drawn(link, records, {}))
         if len(runs):
             st.markdown("**Runs compared**; a link shows the run on Training.")
-            config: dict[Any, Any] = {
-                c: st.column_config.NumberColumn(format="%.4g") for c in runs.select_dtypes("float")
-            }
-            config["address"] = st.column_config.LinkColumn("Training", display_text="show")
-            st.dataframe(
-                runs,
-                hide_index=True,
-                width="stretch",
-                column_config=config,
-                key="behind",
-                alt="Runs behind the verdict",
-            )
+            config = _number_columns(runs) | {"address": st.column_config.LinkColumn("Training", display_text="show")}
+            alt = "Runs behind the verdict"
+            st.dataframe(runs, hide_index=True, width="stretch", column_config=config, key="behind", alt=alt)
         if judged.missing:
             st.caption(f"Not stored: {', '.join(judged.missing)}. Command that measures it:")
             command = start.analyze_command(cached_source(), link, claim.question)
@@ -429,9 +401,7 @@ def _deep_values(link: Link) -> None:
         "token. Dashed: before training. First-layer values, and all of SVFormer's, are lookups by construction."
     )
     if show(start.identity_share, link) is not None:
-        st.markdown(
-            "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
-        )
+        st.markdown("Every value after layer 1 is replaced by its token's mean (full bar), or by zero (pale bar):")
         show(start.replaced_values, link)
 
 

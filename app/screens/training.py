@@ -40,6 +40,8 @@ PARTS = {
     "pace": "Learning rate and throughput",
 }  # fmt: skip
 COEFFICIENTS = "Learned coefficients of the shortcut: the weight of each earlier output in the next block's input."
+INSIDE = "Measured on the training batches; the mean over heads where there are several."
+BUDGET = "Validation loss minus the Transformer's; grey: published runs."
 PUBLISHED = "Right: the weights that a public training learned, of other tensors."
 LIVE = 3  # seconds between looks at runs that are being written
 
@@ -64,11 +66,29 @@ def training_page(link: Link) -> None:
             st.session_state["drawn"] = []
             if not writing:
                 st.rerun()
-            names = ", ".join(widgets.escaped(e.name) for e in writing[:4]) + (
-                " and others" if len(writing) > 4 else ""
-            )
+            names = ", ".join(widgets.escaped(e.name) for e in writing[:4]) + " and others" * (len(writing) > 4)
             st.caption(f":material/fiber_manual_record: Being written: {names}. Updated every {LIVE} seconds.")
-        _draw(link, shown, training.logged_quantities(cached_source(), link))
+        quantities = training.logged_quantities(cached_source(), link)
+        if shown == "gradients":
+            show(training.gradients, link, about=GRADIENTS)
+            show(training.gradients_over_time, link, about=GRADIENTS)
+        elif shown == "coefficients":
+            show(training.learned_coefficients, link, about=COEFFICIENTS)
+            if not compared:
+                show(training.beside_published_coefficients, link, about=PUBLISHED)
+        elif shown == "inside":
+            show(training.recorded, link, about=INSIDE)
+        else:
+            with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
+                for view, quantity, about in LOSSES if shown == "loss" else PACE:
+                    if quantity in quantities and not (compared and view is training.relative):
+                        show(view, link, about=about)
+            if shown == "loss" and "validation_loss" in quantities and not compared:
+                words = "Over tokens per parameter, beside published runs"
+                panel = st.expander(words, icon=":material/query_stats:", on_change="rerun", key="open_budget")
+                if panel.open:
+                    with panel:
+                        show(training.by_budget, link, about=BUDGET)
 
     @st.fragment(run_every=LIVE if live else None)
     def wait_for_numbers() -> None:
@@ -89,21 +109,17 @@ def _choices(link: Link, quantities: set[str]) -> Link:
     source, shown = cached_source(), link.text("show")
     if shown == "loss" and len(training.domains(source, link)) > 1:
         texts = {training.TOTAL: "mean over domains", training.EACH: "each domain"}
-        link = link.but(
-            domain=widgets.choose("Validation text", "domain", list(texts), show=texts.__getitem__, width=170)
-        )
+        domain = widgets.choose("Validation text", "domain", list(texts), show=texts.__getitem__, width=170)
+        link = link.but(domain=domain)
     elif shown == "gradients":  # the step follows that of model A until it is moved
         steps = training.logged(source, link)
         default = max((s for s in steps if s <= (link.whole("step") or steps[-1])), default=steps[0])
         at = widgets.choose("Logged step", "at", steps, default, slider=True, width=300)
         return link if at == default else link.but(at=at)
     elif shown == "coefficients":
-        names = [] if link.on("compare") else training.learning(source, link)
-        return (
-            link.but(of=widgets.choose("Model", "of", names, show=architecture_label, width=190, only_if_many=True))
-            if names
-            else link
-        )
+        if link.on("compare") or not (names := training.learning(source, link)):
+            return link
+        return link.but(of=widgets.choose("Model", "of", names, show=architecture_label, width=190, only_if_many=True))
     elif shown == "inside":
         names = training.inside(quantities)
         quantity = widgets.choose("Quantity", "quantity", names, "update_ratio", show=widgets.spaced, width=180)
@@ -117,42 +133,10 @@ def _choices(link: Link, quantities: set[str]) -> Link:
         log = widgets.toggle("Logarithmic axis", "log")
         if shown == "loss":
             words = {1: "none"} | {n: f"{n} logged steps" for n in (5, training.SMOOTH, 50, 200)}
-            link = link.but(
-                smooth=widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__)
-            )
+            smooth = widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__)
+            link = link.but(smooth=smooth)
         spread = widgets.choose_spread()
     return link.but(x=x, log=int(log), spread=spread)
-
-
-def _draw(link: Link, shown: str, quantities: set[str]) -> None:
-    """The figures of a part."""
-    compared = link.on("compare")
-    if shown == "gradients":
-        show(training.gradients, link, about=GRADIENTS)
-        show(training.gradients_over_time, link, about=GRADIENTS)
-    elif shown == "coefficients":
-        show(training.learned_coefficients, link, about=COEFFICIENTS)
-        if not compared:
-            show(training.beside_published_coefficients, link, about=PUBLISHED)
-    elif shown == "inside":
-        show(
-            training.recorded,
-            link,
-            about="Measured on the training batches; the mean over heads where there are several.",
-        )
-    else:
-        with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
-            for view, quantity, about in LOSSES if shown == "loss" else PACE:
-                if quantity in quantities and not (compared and view is training.relative):
-                    show(view, link, about=about)
-        if shown == "loss" and "validation_loss" in quantities and not compared:
-            words = "Over tokens per parameter, beside published runs"
-            panel = st.expander(words, icon=":material/query_stats:", on_change="rerun", key="open_budget")
-            if panel.open:
-                with panel:
-                    show(
-                        training.by_budget, link, about="Validation loss minus the Transformer's; grey: published runs."
-                    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from workbench.observing.interception.function_mode import unwrapped
 from workbench.observing.interception.tensor_layouts import tensors_in
 from workbench.observing.observation import observe
 from workbench.observing.observed_model import Observed
-from workbench.observing.recognition.decoder import CONTEXT
+from workbench.observing.recognition.ends import CONTEXT
 from workbench.observing.recognition.structure import UNLIMITED
 
 MODEL_TYPE = "builder"

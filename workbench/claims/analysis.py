@@ -63,10 +63,7 @@ def verdict_table(analysis: Analysis) -> pd.DataFrame:
 
 def write_tables(analysis: Analysis, out: Path) -> list[Path]:
     """Write the verdicts, the measured records and the table of every claim, each as CSV and Parquet; return the files."""
-    written = [
-        *_both(verdict_table(analysis), out / "verdicts"),
-        *_both(analysis.evidence.everything(), out / "records"),
-    ]
+    written = _both(verdict_table(analysis), out / "verdicts") + _both(analysis.evidence.everything(), out / "records")
     for j in analysis.judged:
         if len(j.verdict.table):
             written += _both(j.verdict.table, out / "tables" / j.claim.name)
@@ -95,12 +92,8 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
         written += [page, *_both(rows, page.with_suffix(""))]
     for name, shown, _ in drawn:
         for kind in [".png"] * png + [".svg"] * svg:
-            path = out / "figures" / f"{name}{kind}"
-            written.append(
-                save_figure(
-                    plots.paper_page(plots.paper(shown)), path, width=WIDTH, height=int(shown.layout.height or 500)
-                )
-            )
+            path, height = out / "figures" / f"{name}{kind}", int(shown.layout.height or 500)
+            written.append(save_figure(plots.paper_page(plots.paper(shown)), path, width=WIDTH, height=height))
     return written
 
 

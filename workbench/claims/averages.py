@@ -95,16 +95,11 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
     forms = [name for name in evidence.of_task("text").models if name.startswith("attention_residuals")]
     mine = evidence.of_task("text").comparable(forms or "attention_residuals")
     weights = mine.rows("depth_routing")
-    costs = {
-        "its mean": mine.rows("source_ablation", variant="mean"),
-        "random": mine.rows("source_ablation", control="random"),
-    }
+    means, random = mine.rows("source_ablation", variant="mean"), mine.rows("source_ablation", control="random")
+    costs = {"its mean": means, "random": random}
     here = [m for m in forms if m in mine.models]
-    ranks = {
-        (m, how): _rank_correlations(mine.known(weights, m), mine.known(rows, m))
-        for m in here
-        for how, rows in costs.items()
-    }
+    pairs = [(model, how) for model in here for how in costs]
+    ranks = {(m, how): _rank_correlations(mine.known(weights, m), mine.known(costs[how], m)) for m, how in pairs}
     parts = {model_name(m): paired_seeds(ranks[m, "its mean"], ranks[m, "random"]) for m in here}
     shown = {f"{model_name(m)}, {how} in its place": over_seeds(ranks[m, how]) for m, how in ranks}
     sentence = (
@@ -117,17 +112,12 @@ def what_is_read_most_is_needed_most(evidence: Evidence) -> Verdict:
 def _rank_correlations(weights: pd.DataFrame, costs: pd.DataFrame) -> pd.Series:
     """Spearman's rank correlation of weight and cost over the sources of a place, averaged over places, by seed."""
     keys = ["seed", "site", "layer", "part"]
-    both = pd.concat(
-        [rows.groupby(keys)["value"].mean() for rows in (weights, costs)], axis=1, keys=["weight", "cost"]
-    ).dropna()
+    means = [rows.groupby(keys)["value"].mean() for rows in (weights, costs)]
+    both = pd.concat(means, axis=1, keys=["weight", "cost"]).dropna()
     places = [rows for _, rows in both.groupby(keys[:3]) if len(rows) >= SOURCES and (rows.nunique() > 1).all()]
     if not places:
-        raise InsufficientEvidence(
-            f"Needs places that read {SOURCES} sources or more, with weights and costs that differ."
-        )
-    from scipy import stats
-
-    ranks = [(rows.index[0][0], float(stats.spearmanr(rows["weight"], rows["cost"]).statistic)) for rows in places]
+        raise InsufficientEvidence(f"Needs places with {SOURCES} sources or more, and weights and costs that differ.")
+    ranks = [(rows.index[0][0], rows["weight"].corr(rows["cost"], method="spearman")) for rows in places]
     return pd.DataFrame(ranks, columns=["seed", "rank"]).groupby("seed")["rank"].mean()
 
 
@@ -149,12 +139,10 @@ def values_read_the_embedding_queries_and_keys_the_latest(evidence: Evidence) ->
     rows = mine.known(mine.rows("reader_ablation"), model)
     each = rows.groupby(["seed", "site", "part"])["value"].mean().unstack("part").astype(float)
     early = (each["embed"] - each["latest"]).unstack("site")
-    parts = {
-        f"values - {name}": paired_seeds(early["v"], early[site]) for site, name in (("q", "queries"), ("k", "keys"))
-    }
-    costs = "; ".join(
-        f"{site} {r['embed']:+.3f} and {r['latest']:+.3f}" for site, r in each.groupby("site").mean().iterrows()
-    )
+    others = {"queries": early["q"], "keys": early["k"]}
+    parts = {f"values - {name}": paired_seeds(early["v"], other) for name, other in others.items()}
+    means = each.groupby("site").mean().iterrows()
+    costs = "; ".join(f"{site} {row['embed']:+.3f} and {row['latest']:+.3f}" for site, row in means)
     sentence = (
         f"{model_name(model)}, rise of the loss without the embedding and without the layer before, mean over layers: {costs} nats; "
         f"their difference, {intervals_text(parts, notes=True)} nats."

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, ByMetric, Evidence
+from workbench.claims.evidence import RUN_COLUMNS, SETTING, TELEMETRY, ByMetric, Evidence, loss_curve
 from workbench.claims.registry import Claim
 from workbench.config import ModelConfig
 from workbench.console import Progress
@@ -55,10 +55,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
             more, bad = list_runs(path)
             runs, problems = runs + more, problems | bad
         else:
-            known = str(path) in absent_studies()
-            problems[str(path)] = (
-                "not in this installation; `workbench data` adds it" if known else "no such run or folder"
-            )
+            absent = str(path) in absent_studies() and "not in this installation; `workbench data` adds it"
+            problems[str(path)] = absent or "no such run or folder"
     finished, unusable = usable(dict.fromkeys(runs))
     problems |= unusable
     if not finished:
@@ -99,8 +97,14 @@ def why_unusable(run: Run) -> str:
 
 def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
     """Return a run's row of `Evidence.runs`: its settings, and the name of its model with options."""
-    if run.logged:
-        return _log_facts(run, data)
+    if run.logged:  # facts that the user did not give are null, which equals only other unknowns
+        log, known = run.info["log"], run.info["log"]["known"]
+        row = {
+            **known, "run": run.name, "architecture": run.architecture, "model": run.architecture, "seed": run.seed, "options": "{}",
+            "data": str(data if data is not None else known.get("data", f"log {log['experiment']}")), "bos": False, "task": "text",
+            "tokens": known.get("tokens_per_step", math.nan) * log["last"], "steps": log["last"], "study": "",
+        }  # fmt: skip
+        return {column: row.get(column, "unknown" if column == "optimiser" else math.nan) for column in RUN_COLUMNS}
     shape, recipe, described, chosen = run.model, run.train, run.info["data"], run.options
     if run.observed:
         parameters, defaults = run.info["observed"]["parameters"], json.dumps(chosen)
@@ -121,18 +125,6 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
         "study": run.info.get("shipped", {}).get("study", ""),
     }  # fmt: skip
     return {column: row[column] for column in RUN_COLUMNS}
-
-
-def _log_facts(run: Run, data: Any) -> dict[str, Any]:
-    """Return the row of a training log. Facts that the user did not give are null, which equals only other unknowns."""
-    log = run.info["log"]
-    known = log["known"]
-    row = {
-        **known, "run": run.name, "architecture": run.architecture, "model": run.architecture, "seed": run.seed, "options": "{}",
-        "data": str(data if data is not None else known.get("data", f"log {log['experiment']}")), "bos": False, "task": "text",
-        "tokens": known.get("tokens_per_step", math.nan) * log["last"], "steps": log["last"], "study": "",
-    }  # fmt: skip
-    return {column: row.get(column, "unknown" if column == "optimiser" else math.nan) for column in RUN_COLUMNS}
 
 
 @cache
@@ -167,7 +159,7 @@ def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
     The baseline is the Transformer of the same setting and seed. Runs without a loss curve have no such checkpoints.
     """
     matched: dict[Run, list[int]] = {run: [] for run in runs}
-    curves = {run: _curve(run) for run in runs}
+    curves = {run: loss_curve(run.telemetry("metric == 'validation_loss' and variant.isnull()")) for run in runs}
     groups: dict[tuple[Any, ...], list[tuple[Run, str]]] = {}
     for run in runs:
         fact = run_facts(run)
@@ -180,12 +172,6 @@ def matching_steps(runs: Sequence[Run]) -> dict[Run, list[int]]:
                     step, have = step_at_loss(curves[one], loss), one.steps
                     matched[one] += [s for s in have if s <= step][-1:] + [s for s in have if s >= step][:1]
     return {run: sorted(set(steps)) for run, steps in matched.items()}
-
-
-def _curve(run: Run) -> pd.Series:
-    rows = run.telemetry("metric == 'validation_loss' and variant.isnull()")
-    curve = rows.groupby("step")["value"].mean().sort_index()
-    return curve.set_axis(curve.index.astype(int)).astype(float)
 
 
 Gathered = tuple[pd.DataFrame, pd.DataFrame, list[str]]
@@ -215,13 +201,10 @@ def gather(
             return error.made
 
     for step, names in wanted.items():
-        fit = [name for name in names if lengths[name] <= run.train.T]
-        short = (
-            f"{name} needs sequences of {lengths[name]} tokens, these have {run.train.T}"
-            for name in names
-            if name not in fit
-        )
-        problems += [reason for reason in short if reason not in problems]
+        T, fit = run.train.T, [name for name in names if lengths[name] <= run.train.T]
+        short = [name for name in names if name not in fit]
+        reasons = [f"{name} needs sequences of {lengths[name]} tokens, these have {T}" for name in short]
+        problems += [reason for reason in reasons if reason not in problems]
         for most in sorted({EXPENSIVE.get(name, n) for name in fit}):
             together = [name for name in fit if EXPENSIVE.get(name, n) == most]
             try:
@@ -288,9 +271,8 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     """Return the evidence of measured runs."""
     table = pd.DataFrame([run_facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
     label = dict(zip(table["run"], table["model"], strict=True))
-    written = [
-        run.telemetry(f"metric in {TELEMETRY}").assign(run=run.name) for run in gathered
-    ]  # a copy has its first name
+    # a copy has its first name
+    written = [run.telemetry(f"metric in {TELEMETRY}").assign(run=run.name) for run in gathered]
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
     seed = seeds_of(table, told_apart(frames[1], frames[0]))

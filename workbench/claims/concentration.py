@@ -115,9 +115,8 @@ def against_loss(evidence: Evidence, like: Iterable[str]) -> pd.DataFrame:
     if not tables:
         return pd.DataFrame()
     table, losses, curves = pd.concat(tables, ignore_index=True), part.records("loss"), part.curves()
-    measured = (
-        losses[losses["control"].isna() & losses["variant"].isna()].groupby(["run", "step"])["value"].mean().to_dict()
-    )
+    plain = losses[losses["control"].isna() & losses["variant"].isna()]
+    measured = plain.groupby(["run", "step"])["value"].mean().to_dict()
 
     def loss_at(run: str, step: int) -> float:
         """Loss of a run at a step, measured or interpolated between validations."""

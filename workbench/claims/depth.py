@@ -74,7 +74,7 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
     balance, apart = _balance(pair, model, depth)
     intervals = {
         "likeness of neighbouring own values (CKA)": pair.difference(deep_layers(neighbours, depth), model),
-        "last over middle norm of own values": _late(pair, model, depth),
+        "last over middle norm of own values": late_norms(pair, model, depth),
         "distance between dropping attention and MLP": balance,
     }
     sentence = (
@@ -85,7 +85,8 @@ def deep_layers_learn_a_correction(evidence: Evidence) -> Verdict:
     return judged(intervals, (1, -1, -1), sentence, "logarithm of a ratio", units, doubt=not apart)
 
 
-def _late(pair: Evidence, model: str, depth: int) -> Interval:
+def late_norms(pair: Evidence, model: str, depth: int) -> Interval:
+    """Return the difference of ln(norm of own values in the last layer / in the middle one), paired by seed."""
     norms = pair.of_models(["transformer", model]).rows("value_norm", site="own_v")  # a row for every position
     last, middle = (norms[norms["layer"] == n] for n in (depth - 1, depth // 2))
     ratios = ((pair.by_seed(last, m) / pair.by_seed(middle, m)).map(math.log) for m in (model, "transformer"))

@@ -28,30 +28,18 @@ SETTING = (*RECIPE, "lr")  # settings that must be equal in runs that are compar
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Metrics in the telemetry of training."""
 RUN_COLUMNS = (
-    "run",
-    "model",
-    "architecture",
-    "seed",
-    *SETTING,
-    "tokens",
-    "parameters",
-    "bos",
-    "task",
-    "options",
-    "study",
-)
+    "run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options", "study",
+)  # fmt: skip
 MAX_BYTES = 50_000_000  # of rows that `ByMetric` keeps in memory, the last ones in any case
+
+
+Fetch = Callable[[Collection[str], str], pd.DataFrame]  # called with names of runs and a metric
 
 
 class ByMetric:
     """A table of many runs that is too large for memory: `fetch` returns the rows of some runs and one metric on demand."""
 
-    def __init__(
-        self,
-        fetch: Callable[[Collection[str], str], pd.DataFrame],
-        runs_with: Mapping[str, Collection[str]],
-        none: pd.DataFrame,
-    ) -> None:
+    def __init__(self, fetch: Fetch, runs_with: Mapping[str, Collection[str]], none: pd.DataFrame) -> None:
         self.fetch, self.runs_with, self.none = fetch, runs_with, none
         self.metrics = frozenset(runs_with)
         self._recent = Recent[tuple[frozenset[str], str], pd.DataFrame](MAX_BYTES, bytes_of)
@@ -319,17 +307,15 @@ class Evidence:
         rows = at_last_step(pd.concat([written, measured], ignore_index=True))
         if rows.empty:
             raise InsufficientEvidence(f"No validation loss of {listed(self.models)} is known.")
-        rows = rows[["run", "seed", "data", "step", "value"]].merge(
-            self.runs[["run", "model", "lr", "tokens", "steps"]], on="run"
-        )
+        facts_of = self.runs[["run", "model", "lr", "tokens", "steps"]]
+        rows = rows[["run", "seed", "data", "step", "value"]].merge(facts_of, on="run")
         early = rows["run"].isin(set(written["run"])) & (rows["step"] < rows.groupby("steps")["step"].transform("max"))
         return rows.drop(columns=["step", "steps"]).assign(value=rows["value"].astype(float).mask(early))
 
     def curves(self) -> dict[str, pd.Series]:
         """Return the validation loss by run and step, averaged over domains."""
         runs = self.written("validation_loss").groupby("run")
-        series = {run: rows.groupby("step")["value"].mean().sort_index() for run, rows in runs}
-        return {str(run): curve.set_axis(curve.index.astype(int)).astype(float) for run, curve in series.items()}
+        return {str(run): loss_curve(rows) for run, rows in runs}
 
     def paired_curves(self, model: str, baseline: str) -> dict[Any, tuple[pd.Series, pd.Series]]:
         """Return the loss curves of a model and its baseline by seed; `name` is the run. Seeds without both are left out."""
@@ -390,6 +376,12 @@ def sound(rows: pd.DataFrame) -> pd.DataFrame:
         metric = rows["metric"].iloc[0] if "metric" in rows else "The last loss"
         raise InsufficientEvidence(f"{metric} {why.format(listed(broken))}")
     return rows
+
+
+def loss_curve(rows: pd.DataFrame) -> pd.Series:
+    """Return the validation loss of one run by step, averaged over domains."""
+    curve = rows.groupby("step")["value"].mean().sort_index()
+    return curve.set_axis(curve.index.astype(int)).astype(float)
 
 
 def at_last_step(rows: pd.DataFrame) -> pd.DataFrame:

@@ -46,9 +46,8 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     longer = {"longest - shortest": paired_seeds(leads[last], leads[first])} if last > first else {}
     note = "" if longer else "; whether it grows with length needs runs of several"
     few = seeds_note(next(iter(parts.values())))
-    sentence = (
-        f"Loss of {model_name(model)} minus the Transformer's: {intervals_text({**parts, **longer})} nats{few}{note}."
-    )
+    numbers = intervals_text({**parts, **longer})
+    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers} nats{few}{note}."
     return judged(parts, -1, sentence, "nats", also=longer, doubt=not longer)
 
 
@@ -129,9 +128,8 @@ def sinks_gather_gradients_that_spikes_answer(evidence: Evidence) -> Verdict:
 
     def learned(pair: Evidence, model: str) -> Mapping[str, Interval]:
         ends = (logarithms(pair, "gradient_sink", "transformer", step=step) for step in ("last", "first"))
-        return {
-            "vanilla's gradient, trained - init": paired_seeds(*(pair.by_seed(rows, "transformer") for rows in ends))
-        }
+        seeds = (pair.by_seed(rows, "transformer") for rows in ends)
+        return {"vanilla's gradient, trained - init": paired_seeds(*seeds)}
 
     what = "logarithms of ratios, minus vanilla's"
     return _beside_sinks(evidence, ("value_scale",), answer, what, also=learned, keep=True)

@@ -73,9 +73,8 @@ def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go
     if metric == "loss_difference":
         rows = differences_by_budget(part.runs, part.curves())
         if len(rows):
-            return plots.budget_figure(
-                rows, {model: published_differences(model) for model in rows["architecture"].unique()}
-            ), rows
+            published = {model: published_differences(model) for model in rows["architecture"].unique()}
+            return plots.budget_figure(rows, published), rows
         metric = "validation_loss"
     rows = (part.telemetry if metric in TELEMETRY else part.records)(metric)
     for axis, value in shows.items():

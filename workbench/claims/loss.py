@@ -43,11 +43,17 @@ def lower_loss(evidence: Evidence) -> Verdict:
     whole = pair.difference(losses, model)
     domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
+    documents, shared = pair.samples("loss"), ""
+    final = at_last_step(documents[documents["variant"].isna()])
+    mine, base = (pair.of_model(final, name) for name in (model, "transformer"))
+    if set(mine["document"]) & set(base["document"]):
+        change = paired_documents(mine, base)
+        shared = f"; over {change.n} shared documents of these seeds {change}"
     saved, reached = _reached(pair, model)
     reached += _course(pair, model) + beside_published(model, tokens_per_parameter(pair.runs))
     sentence = (
         f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
-        f"{len(domains)} domains{_same_documents(pair, model)}{reached}{told}; {tuning}."
+        f"{len(domains)} domains{shared}{reached}{told}; {tuning}."
     )  # fmt: skip
     return judged(
         {"all domains": whole}, -1, sentence, "nats", dict.fromkeys(saved, "share"), also=scaled, shown={**domains, **saved},
@@ -121,8 +127,8 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     return sweep.of_runs(compared), Tuning(len(shared), tuple(map(int, choosing)) if apart else (), edges)
 
 
-def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], note: str = "") -> Verdict:
-    """Judge whether every form of an architecture ends at a lower loss than all rivals, paired by seed; `note` follows the numbers."""
+def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str]) -> Verdict:
+    """Judge whether every form of an architecture ends at a lower loss than all rivals, paired by seed."""
     text = evidence.of_task("text")
     forms = [name for name in text.models if name.partition("[")[0] == model] or [model]
     others = [name for rival in rivals for name in ((rival,) if isinstance(rival, str) else rival)]
@@ -140,7 +146,7 @@ def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str], not
         if {form, name} <= set(size.index) and size[form] > (1 + LARGER) * size[name]
     }
     told = f"; {listed(list(more))}" if more else ""
-    sentence = f"Loss of {intervals_text(parts)} nats{few}; {tuning}{note}{told}."
+    sentence = f"Loss of {intervals_text(parts)} nats{few}; {tuning}{told}."
     return judged(parts, -1, sentence, "nats", doubt=more or tuning.edges)
 
 
@@ -161,11 +167,11 @@ def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple
     return {"share of steps saved" if baseline == "transformer" else f"{baseline}, share of steps saved": saved}, words
 
 
-def _course(pair: Evidence, model: str, baseline: str = "transformer") -> str:
+def _course(pair: Evidence, model: str) -> str:
     """Mean difference of the losses during long trainings, by training tokens per parameter."""
     if not (budget := tokens_per_parameter(pair.runs)) >= TESTED:
         return ""
-    gaps = [(mine - base).dropna() for mine, base in pair.paired_curves(model, baseline).values()]
+    gaps = [(mine - base).dropna() for mine, base in pair.paired_curves(model, "transformer").values()]
     if not gaps:
         return ""
     gap = pd.concat(gaps, axis=1).mean(axis=1)
@@ -173,17 +179,6 @@ def _course(pair: Evidence, model: str, baseline: str = "transformer") -> str:
     marks = [mark for mark in MARKS if gap.index[gap.index > 0][0] <= mark < budget]
     values = ", ".join(f"{np.interp(mark, gap.index, gap):+.3f} at {mark:g}" for mark in marks)
     return f"; mean difference during training {values} tokens per parameter" if marks else ""
-
-
-def _same_documents(pair: Evidence, model: str) -> str:
-    """Difference over shared documents of shared seeds, in words."""
-    documents = pair.samples("loss")
-    rows = at_last_step(documents[documents["variant"].isna()])
-    mine, base = (pair.of_model(rows, name) for name in (model, "transformer"))
-    if mine.empty or base.empty or not set(mine["document"]) & set(base["document"]):
-        return ""
-    change = paired_documents(mine, base)
-    return f"; over {change.n} shared documents of these seeds {change}"
 
 
 def _saving(pair: Evidence, model: str, size: str) -> Verdict:

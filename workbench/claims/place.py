@@ -73,9 +73,8 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
         if name in group.models
     }
     note = seeds_note(next(iter(intervals.values())))
-    sentence = (
-        f"Loss with the first layer (0) as the source minus that with {intervals_text(intervals, ', ')} nats{note}."
-    )
+    others = intervals_text(intervals, ", ")
+    sentence = f"Loss with the first layer (0) as the source minus that with {others} nats{note}."
     return judged(intervals, -1, sentence, "nats")
 
 
@@ -96,12 +95,8 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
         rows = text.of_model(text.written("coefficient"), model)
         rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
-        lines = [
-            (r["layer"].astype(float), r["value"].astype(float))
-            for _, r in rows.groupby("seed")
-            if r["layer"].nunique() > 1
-        ]
-        if slopes := [float(np.polyfit(layers, values, 1)[0]) for layers, values in lines]:
+        seeds = [seed for _, seed in rows.groupby("seed") if seed["layer"].nunique() > 1]
+        if slopes := [float(np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0]) for r in seeds]:
             intervals[f"growth per layer of {model}'s coefficients"] = over_seeds(slopes)
     if not intervals:
         raise InsufficientEvidence("Needs trained coefficients (resformer_learnable) or residuals in late against early layers "
@@ -159,11 +154,8 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     nearest = min(range(len(by_weight)), key=lambda i: abs(math.log(by_weight[i][1] / BEST_LAMBDA)))
     intervals = {f"lambda {weight:g}": group.difference(losses, name) for name, weight in by_weight}
     near, *ends = (by_weight[i] for i in (nearest, 0, -1))
-    apart = {
-        f"lambda {near[1]:g} - lambda {w:g}": group.difference(losses, near[0], name)
-        for name, w in ends
-        if name != near[0]
-    }
+    others = [(f"lambda {near[1]:g} - lambda {weight:g}", name) for name, weight in ends if name != near[0]]
+    apart = {words: group.difference(losses, near[0], name) for words, name in others}
     note = seeds_note(intervals[f"lambda {near[1]:g}"])
     sentence = (
         f"Loss minus the Transformer's: {intervals_text(intervals)} nats; the weight nearest to {BEST_LAMBDA:g} minus the ends "

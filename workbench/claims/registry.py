@@ -124,9 +124,7 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
         return f"{warm_up:.0f} warm-up steps, {WARM_UP} are needed"
     curves, model = evidence.of_runs(runs).curves(), runs.set_index("run")["model"]
     falls = {run: float(np.interp(0.9 * c.index[-1], c.index, c) - c.iloc[-1]) for run, c in curves.items()}
-    by_model = (
-        pd.Series(falls, dtype=float).groupby(model).median()
-    )  # one rate of a sweep that is too high says nothing
+    by_model = pd.Series(falls, dtype=float).groupby(model).median()  # one too high rate of a sweep says nothing
     if len(by_model) and by_model.max() >= FALL:
         return f"the loss still falls by {by_model.max():.2g} nats over the last tenth of the steps, less than {FALL} is needed"
     return ""

@@ -69,7 +69,7 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
     text = evidence.of_task("text").comparable("transformer", "svformer", ignoring=("T", "batch"))
     parts, leads, crossings = [], dict[str, Interval](), dict[float, pd.Series]()
     for length, pair in text.by_setting("T", "transformer", "svformer"):
-        races, steps = _races(pair), int(pair.runs["steps"].max())
+        races, steps = races_by_seed(pair), int(pair.runs["steps"].max())
         leads[f"T {length:.0f}: early lead"] = lead = over_seeds(races["lead"])
         crossings[length] = races["crossing"]
         crossed = races["crossing"].dropna()
@@ -94,7 +94,7 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
     return judged({**leads, **later}, signs, sentence, "nats", dict.fromkeys(later, "power"), doubt=doubt)
 
 
-def _races(pair: Evidence) -> pd.DataFrame:
+def races_by_seed(pair: Evidence) -> pd.DataFrame:
     """Early lead, step of the crossing and its cumulative learning rate, by seed (NaN without a crossing)."""
     losses, rates, races = pair.written("train_loss"), pair.written("learning_rate"), {}
     steps = int(pair.runs["steps"].max())

@@ -69,11 +69,10 @@ def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFra
     rows = evidence.of_model(evidence.rows("sink_output", step=step, variant=...), model)
     if rows.empty:
         raise InsufficientEvidence(f"sink_output is not measured for {model_name(model)}.")
-    wide = rows.assign(variant=rows["variant"].fillna("ratio")).pivot_table(
-        index=["run", "seed", "layer", "head"], columns="variant", values="value"
-    )
+    rows, axes = rows.assign(variant=rows["variant"].fillna("ratio")), ["run", "seed", "layer", "head"]
+    wide = rows.pivot_table(index=axes, columns="variant", values="value")
     kinds = [sink_kind(*map(float, one)) for one in wide[["mass", "ratio", "spread"]].to_numpy()]
-    return wide.reset_index()[["run", "seed", "layer", "head"]].assign(kind=kinds)
+    return wide.reset_index()[axes].assign(kind=kinds)
 
 
 def _kinds(evidence: Evidence, models: Sequence[str]) -> tuple[str, pd.DataFrame]:
@@ -209,11 +208,8 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     _need_one_half(steps["transformer"], "delay")
     copied = copying_steps(pair)
     later = {model_name(n): compare_steps(s, steps["transformer"]) for n, s in steps.items() if n != "transformer"}
-    since = [
-        steps[n].assign(at=steps[n]["at"] - copied[n]["at"], formed=steps[n]["formed"] & copied[n]["formed"])
-        for n in ("svformer", "transformer")
-    ]
-    after = compare_steps(*since)
+    two = [(steps[name], copied[name]) for name in ("svformer", "transformer")]
+    after = compare_steps(*(s.assign(at=s["at"] - c["at"], formed=s["formed"] & c["formed"]) for s, c in two))
     first = later.pop(model_name("svformer"))
     told = [f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one)" for n, s in steps.items()]
     sentence = (
@@ -294,19 +290,15 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
         f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one, copying learned by {median_in_words(copied[n])})"
         for n, s in steps.items()
     )
+    ratios = ""
+    with contextlib.suppress(InsufficientEvidence):  # norms of the start's value relative to others
+        rows = pair.rows("value_drain", site="own_v")
+        ends = [pair.known(rows, name).groupby("layer")["value"].mean() for name in (EVEN, UNEVEN)]
+        spans = [f"{drain.min():.2f} to {drain.max():.2f}" for drain in ends]
+        ratios = f". The start's value ends at {spans[0]} of the others' norm, and at {spans[1]} if its norm is free"
     sentence = (
         f"Sink onset (step), median: {told}. Sink mass of the strongest head at the end, all values of one norm minus all "
-        f"but the start's: {less}{_ratios(pair)}. With the start's value at zero minus the Transformer: {sooner} steps."
+        f"but the start's: {less}{ratios}. With the start's value at zero minus the Transformer: {sooner} steps."
     )
     intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": "steps"}
     return judged(intervals, -1, sentence, "share", units, min_seeds=SINK_SEEDS)
-
-
-def _ratios(pair: Evidence) -> str:
-    """Norm of the start's value relative to others in both arms, in words; empty if not measured."""
-    with contextlib.suppress(InsufficientEvidence):
-        rows = pair.rows("value_drain", site="own_v")
-        ends = {name: pair.known(rows, name).groupby("layer")["value"].mean() for name in (EVEN, UNEVEN)}
-        spans = [f"{drain.min():.2f} to {drain.max():.2f}" for drain in ends.values()]
-        return f". The start's value ends at {spans[0]} of the others' norm, and at {spans[1]} if its norm is free"
-    return ""

@@ -36,7 +36,13 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
         for variant, positions in ((None, "all positions"), ("excl0", "without position 0")):
             for step, at in (("last", "equal step"), ("all", "equal loss")):
                 similar = mine.rows("token_similarity", step=step, site="stream", variant=variant)
-                pair = [_entropy(mine, step, variant), similar]
+                if variant is None:
+                    entropy = mine.rows("importance_entropy", step=step)
+                else:  # without position 0: minus the profile and content parts, up to a constant
+                    parts = mine.rows("concentration_parts", step=step, variant=...)
+                    parts = parts[parts["variant"].isin(["profile", "content"])].assign(value=lambda r: -r["value"])
+                    entropy = parts.groupby(["run", "seed", "step", "layer"])["value"].sum().reset_index()
+                pair = [entropy, similar]
                 pair = [mine.at_common_loss(rows) for rows in pair] if step == "all" else pair
                 known = not any(rows.empty for rows in pair)
                 intervals[f"{positions}, {at}"] = _correlation(*pair) if known else over_seeds([])
@@ -47,15 +53,6 @@ def smoothing_and_concentration_are_linked(evidence: Evidence) -> Verdict:
     return judged(intervals, -1, f"{formed}; {over}: {intervals_text(intervals, notes=True)}.", "rank correlation")
 
 
-def _entropy(mine: Evidence, step: str, variant: str | None) -> pd.DataFrame:
-    """Entropy of importance; without position 0 it is minus the profile and content parts, up to a constant."""
-    if variant is None:
-        return mine.rows("importance_entropy", step=step)
-    parts = mine.rows("concentration_parts", step=step, variant=...)
-    parts = parts[parts["variant"].isin(["profile", "content"])].assign(value=lambda r: -r["value"])
-    return parts.groupby(["run", "seed", "step", "layer"])["value"].sum().reset_index()
-
-
 def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
     """Spearman's rank correlation over (model, layer) within each seed, then its mean over seeds."""
     keys = ["run", "seed", "layer"]
@@ -63,9 +60,7 @@ def _correlation(entropy: pd.DataFrame, similarity: pd.DataFrame) -> Interval:
     parts = [rows for _, rows in both.groupby("seed") if len(rows) >= POINTS and rows["value_e"].nunique() > 1]
     if not parts:
         raise InsufficientEvidence(f"Needs {POINTS} layers, over all models of a seed, for a rank correlation.")
-    from scipy import stats
-
-    return over_seeds([float(stats.spearmanr(rows["value_e"], rows["value_s"]).statistic) for rows in parts])
+    return over_seeds([rows["value_e"].corr(rows["value_s"], method="spearman") for rows in parts])
 
 
 @claim(
@@ -104,14 +99,10 @@ def _smooths_less(evidence: Evidence, models: Sequence[str], *, control: bool = 
     """
     pair = evidence.of_task("text").comparable("transformer", models, control=SCALED)
     model = pair.first_of(models)
-    last, first, over_time = (
-        pair.rows("token_similarity", step=s, site="stream").query("layer > 0") for s in ("last", "first", "all")
-    )
-    trained, start, matched = (
-        pair.difference(last, model),
-        pair.difference(first, model),
-        pair.at_equal_loss(over_time, model),
-    )
+    each = (pair.rows("token_similarity", step=step, site="stream") for step in ("last", "first", "all"))
+    last, first, over_time = (rows.query("layer > 0") for rows in each)
+    trained, start = pair.difference(last, model), pair.difference(first, model)
+    matched = pair.at_equal_loss(over_time, model)
     scaled, told = beside_scaled(pair, last, model, "(trained)") if control else ({}, "")
     sentence = (
         f"Similarity of hidden states (mean cosine of pairs), {model_name(model)} - {model_name('transformer')}, layers after the "

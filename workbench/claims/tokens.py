@@ -41,9 +41,8 @@ def token_information_is_preserved(evidence: Evidence) -> Verdict:
         )
     intervals, scaled, said = dict[str, Interval](), dict[str, Interval](), ""
     for site, name in SITES.items():
-        now, start, over_time = (
-            deep_layers(pair.rows("token_probe", step=step, site=site), depth) for step in ("last", "first", "all")
-        )
+        each = (pair.rows("token_probe", step=step, site=site) for step in ("last", "first", "all"))
+        now, start, over_time = (deep_layers(rows, depth) for rows in each)
         intervals[f"{name}, beyond init"] = pair.beyond_init(now, start, model)
         intervals[f"{name}, equal loss"] = pair.at_equal_loss(over_time, model)
         more, said = beside_scaled(pair, now, model, "bits")

@@ -62,9 +62,8 @@ class Verdict:
         each = [tuple(map(float, text.split())) if isinstance(text, str) else () for text in self.table["each"]]
         columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
         wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
-        return self.table.assign(
-            low=[i.low for i in wide], high=[i.high for i in wide], significant=[i.sign != 0 for i in wide]
-        )
+        low, high, significant = [i.low for i in wide], [i.high for i in wide], [i.sign != 0 for i in wide]
+        return self.table.assign(low=low, high=high, significant=significant)
 
     def unmet(self) -> list[str]:
         """Return the comparisons that must have their sign beyond the adjusted interval for a supported claim, and have not."""
@@ -164,9 +163,8 @@ def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
         return next(iter(tested.values()), next(iter(verdicts.values())))
     p = [v.p for v in tested.values()]
     adjusted, factors = (dict(zip(tested, of(p), strict=True)) for of in (holm, holm_factors))
-    statuses: dict[str, Status] = {
-        n: v.status if adjusted[n] <= significance() else "unresolved" for n, v in tested.items()
-    }
+    clear = [name for name in tested if adjusted[name] <= significance()]
+    statuses: dict[str, Status] = {n: v.status if n in clear else "unresolved" for n, v in tested.items()}
     first = min(tested, key=lambda n: (1, 0.0) if statuses[n] == "unresolved" else (0, adjusted[n]))
     contrary = {"supported", "refuted"} <= set(statuses.values())
     by_setting = "; ".join(f"{name}: {STATUSES[status]}" for name, status in statuses.items())

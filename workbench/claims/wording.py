@@ -64,9 +64,7 @@ def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
     columns = [c for c in map(str, settings[0]) if all(c in setting for setting in alike)]
     differ = [c for c in columns if len({str(setting[c]) for setting in alike}) > 1]
     names = [[WORDS.get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ] for setting in alike]
-    if len({tuple(parts) for parts in names}) < len(
-        names
-    ):  # they differ in the learning rate, which each model may have for itself
+    if len(set(map(tuple, names))) < len(names):  # they differ in the learning rate, of which each model has its own
         for parts, setting in zip(names, alike, strict=True):
             parts.append(WORDS["lr"].format(setting["lr"]) if "lr" in setting else "each model at its own rate")
     return [", ".join(filter(None, parts)) for parts in names]

@@ -29,7 +29,7 @@ NETWORK = {
 """Packages whose errors mean that a server cannot be reached or refuses a request."""
 
 
-def _terminated(*_: Any) -> None:
+def terminated(*_: Any) -> None:
     """Treat SIGTERM as Ctrl-C, for this process and its workers."""
     import multiprocessing
 
@@ -79,7 +79,7 @@ def main() -> None:
 
     refuse_a_namesake()  # `import workbench` checked too, but another package may have replaced it since
     show_tracebacks(False)
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, terminated)
     warnings.formatwarning = _one_sentence
     if type(sys.stdout) is io.TextIOWrapper:
         terminal, encoding = sys.stdout.line_buffering, sys.stdout.encoding

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from workbench.errors import UnknownName, WorkbenchError
@@ -85,8 +86,8 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
     return value
 
 
-_QUIET = typer.Option("--quiet", "-q", callback=checked_argument, help="Show no progress.")
-_DEBUG = typer.Option("--debug", callback=show_tracebacks, is_eager=True, help="Show the full traceback of an error.")
+_QUIET = Option("--quiet", "-q", callback=checked_argument, help="Show no progress.")
+_DEBUG = Option("--debug", callback=show_tracebacks, is_eager=True, help="Show the full traceback of an error.")
 
 
 @contextlib.contextmanager
@@ -160,7 +161,7 @@ app = Application(
 def workbench_command(
     version: Annotated[
         bool,
-        typer.Option("--version", "-V", callback=checked_argument, is_eager=True, help="Show the version and exit."),
+        Option("--version", "-V", callback=checked_argument, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """An interpretability workbench for value-residual transformers."""
@@ -185,60 +186,58 @@ def runs_and_models(incomplete: str) -> list[str]:
     return sorted(name for name in {*names, *paths} if name.startswith(incomplete) and not name.startswith("."))
 
 
-Out = functools.partial(typer.Option, "--out", "-o", callback=checked_argument)
-Runs = Annotated[Path | None, typer.Option("--runs", help="Folder of runs; default $WORKBENCH_RUNS, then ./runs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Number of processes; default one per core.")]
-OneWorker = Annotated[int, typer.Option("--workers", min=1, help="Number of processes that measure.")]
+Out = functools.partial(Option, "--out", "-o", callback=checked_argument)
+Runs = Annotated[Path | None, Option("--runs", help="Folder of runs; default $WORKBENCH_RUNS, then ./runs.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Workers = Annotated[int | None, Option(min=1, help="Number of processes; default one per core.")]
+OneWorker = Annotated[int, Option("--workers", min=1, help="Number of processes that measure.")]
 On = Annotated[
     str | None,
-    typer.Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
+    Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
 ]
 Device = Annotated[
-    str | None, typer.Option(callback=checked_argument, help="cpu, cuda, cuda:0, mps; default the best one available.")
+    str | None, Option(callback=checked_argument, help="cpu, cuda, cuda:0, mps; default the best one available.")
 ]
 ArchitectureName = Annotated[
     str,
-    typer.Argument(
+    Argument(
         callback=checked_argument,
         autocompletion=completing("workbench.models.registry", "ARCHITECTURES"),
         help="A name of `workbench list architectures`, or a+b.",
     ),
 ]
-PresetName = Annotated[str, typer.Option(callback=checked_argument, help="A name of `workbench list presets`.")]
+PresetName = Annotated[str, Option(callback=checked_argument, help="A name of `workbench list presets`.")]
 Measures = functools.partial(
-    typer.Option,
+    Option,
     "--metric",
     "-m",
     callback=checked_argument,
     autocompletion=completing("workbench.cli.listing", "measures"),
 )
-RunOrModel = functools.partial(typer.Argument, autocompletion=runs_and_models)
-Documents = Annotated[int, typer.Option("--documents", min=1, help="Largest number of documents.")]
+RunOrModel = functools.partial(Argument, autocompletion=runs_and_models)
+Documents = Annotated[int, Option("--documents", min=1, help="Largest number of documents.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option(callback=checked_argument, help="Architecture option as key=value, for example lambda_v1=0.3."),
+    Option(callback=checked_argument, help="Architecture option as key=value, for example lambda_v1=0.3."),
 ]
 ModelKeys = Annotated[
     list[str] | None,
-    typer.Option(callback=checked_argument, help="Model setting as key=value, for example n_layers=8."),
+    Option(callback=checked_argument, help="Model setting as key=value, for example n_layers=8."),
 ]
 RecipeKeys = Annotated[
     list[str] | None,
-    typer.Option(callback=checked_argument, help="Training setting as key=value, for example lr=1e-3."),
+    Option(callback=checked_argument, help="Training setting as key=value, for example lr=1e-3."),
 ]
 ConfigKeys = Annotated[
     list[str] | None,
-    typer.Option(callback=checked_argument, help="Setting that the files lack, as key=value, for example n_heads=8."),
+    Option(callback=checked_argument, help="Setting that the files lack, as key=value, for example n_heads=8."),
 ]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")]
+Port = Annotated[int, Option(min=1, max=65535, help="Port on 127.0.0.1.")]
 Download = Annotated[
-    bool, typer.Option("--download", help="Download a Hub name first. Without it, only the local cache is read.")
+    bool, Option("--download", help="Download a Hub name first. Without it, only the local cache is read.")
 ]
-Revision = Annotated[
-    str, typer.Option(help="Revision on the Hub: step1000, or several as 'step*'. Same as NAME@REVISION.")
-]
-Step = Annotated[str, typer.Option(help="Checkpoint of a run: last, first, or a step number.")]
+Revision = Annotated[str, Option(help="Revision on the Hub: step1000, or several as 'step*'. Same as NAME@REVISION.")]
+Step = Annotated[str, Option(help="Checkpoint of a run: last, first, or a step number.")]
 
 
 def fetch(path: Path, download: bool, revision: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from workbench.cli.arguments import (
     ConfigKeys,
@@ -34,26 +34,20 @@ def import_checkpoints(
             metavar="PATH...",
         ),
     ],
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the run; default the file's or folder's name.")
-    ] = None,
+    name: Annotated[str | None, Option("--name", help="Name of the run; default the file's or folder's name.")] = None,
     architecture: Annotated[
         str | None,
-        typer.Option(help="Architecture, if the files lack it: resformer. Of logs also SETTING=NAME,RUN=NAME."),
+        Option(help="Architecture, if the files lack it: resformer. Of logs also SETTING=NAME,RUN=NAME."),
     ] = None,
     option: Options = None,
     config: ConfigKeys = None,
     builder: Annotated[
         str | None,
-        typer.Option(
-            help="Your own code as package.module:function; function(settings) returns the module to load into."
-        ),
+        Option(help="Your own code as package.module:function; function(settings) returns the module to load into."),
     ] = None,
-    key: Annotated[str, typer.Option(help="Key of the weights in a PyTorch file: ema or nets.student.")] = "",
-    strip_prefix: Annotated[str, typer.Option(help="Read only tensors with this prefix, and remove it: net.")] = "",
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the training, which groups runs of one model.")
-    ] = None,
+    key: Annotated[str, Option(help="Key of the weights in a PyTorch file: ema or nets.student.")] = "",
+    strip_prefix: Annotated[str, Option(help="Read only tensors with this prefix, and remove it: net.")] = "",
+    seed: Annotated[int | None, Option(min=0, help="Seed of the training, which groups runs of one model.")] = None,
     revision: Revision = "",
     download: Download = False,
     runs: Runs = None,
@@ -74,11 +68,13 @@ def import_checkpoints(
         for option_name, value in {"option": option, "builder": builder, "key": key or None, "seed": seed}.items():
             if value is not None:
                 raise WorkbenchError(f"--{option_name} is for checkpoints; these are training logs")
-        facts, by_setting = key_values(config, "config"), _by_setting(architecture)
+        facts, folder, of_log = key_values(config, "config"), runs_folder(runs), dict[str, str]()
+        if "=" in (architecture or ""):  # by setting: base=transformer,vr=resformer
+            pairs = [part.rpartition("=") for part in str(architecture).split(",")]
+            of_log = {key.strip(): value.strip() for key, _, value in pairs}
+        named = of_log or architecture
         with progress("reading") as task:
-            logs = import_logs(
-                paths, runs_folder(runs), name=name, architecture=by_setting, config=facts, progress=task
-            )
+            logs = import_logs(paths, folder, name=name, architecture=named, config=facts, progress=task)
         some = ", ".join(run.name for run in logs.runs[:6]) + (" and others" if len(logs.runs) > 6 else "")
         line = f"runs: {len(logs.runs)} without weights in {logs.runs[0].path.parent}: {some}"
         print_result(as_json, line, runs=[run.path for run in logs.runs], notes=list(logs.notes))
@@ -86,9 +82,8 @@ def import_checkpoints(
             note(told)
         return
     if len(paths) > 1:
-        raise WorkbenchError(
-            f"{next(p for p in paths if not is_log(p))} is no training log; checkpoints are imported one path at a time"
-        )
+        first = next(p for p in paths if not is_log(p))
+        raise WorkbenchError(f"{first} is no training log; checkpoints are imported one path at a time")
     (path,) = paths
     path = str(fetch(Path(path), download, revision)) if revision or download else path
     settings = key_values(option, "option")
@@ -103,18 +98,10 @@ def import_checkpoints(
         note(f"to open it: {BUILDERS}={builder} workbench app")
 
 
-def _by_setting(architecture: str | None) -> str | dict[str, str] | None:
-    """Return the one architecture, or the architectures by setting of `base=transformer,vr=resformer`."""
-    if architecture is None or "=" not in architecture:
-        return architecture
-    pairs = [part.rpartition("=") for part in architecture.split(",")]
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
 @app.command(name="export")
 def export_command(
     path: Annotated[Path, RunOrModel(help="A run or a checkpoint of a transformer.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    out: Annotated[Path, Argument(help="A new folder.")],
     step: Step = "last",
     as_json: Json = False,
 ) -> None:
@@ -129,11 +116,11 @@ def export_command(
 @app.command(name="push")
 def push_command(
     path: Annotated[str, RunOrModel(help="A run.")],
-    repo: Annotated[str, typer.Argument(help="A repository on the Hugging Face Hub: me/resformer-tiny.")],
+    repo: Annotated[str, Argument(help="A repository on the Hugging Face Hub: me/resformer-tiny.")],
     step: Step = "last",
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     harness: Annotated[
-        Path | None, typer.Option(help="Results of lm-evaluation-harness; default <run>/harness.json.")
+        Path | None, Option(help="Results of lm-evaluation-harness; default <run>/harness.json.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -150,10 +137,10 @@ def push_command(
 @app.command(name="export-log")
 def export_log_command(
     path: Annotated[str, RunOrModel(help="A run.")],
-    to: Annotated[str, typer.Option(help="wandb, tensorboard or mlflow.")],
+    to: Annotated[str, Option(help="wandb, tensorboard or mlflow.")],
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", "-m", help="Only these metrics, also per head and position; repeat it for several."),
+        Option("--metric", "-m", help="Only these metrics, also per head and position; repeat it for several."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -170,13 +157,13 @@ def export_log_command(
 @app.command(name="generate")
 def generate_command(
     path: Annotated[Path, RunOrModel(help="A run or a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue; without a tokenizer, token ids as '3 14 15'.")],
-    tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Largest number of new tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal texts; default a new one each time.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeat it for several.")] = None,
+    prompt: Annotated[str, Option(help="Text to continue; without a tokenizer, token ids as '3 14 15'.")],
+    tokens: Annotated[int, Option("-n", "--max-new-tokens", help="Largest number of new tokens.")] = 64,
+    temperature: Annotated[float, Option(help="0 always takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, Option(help="Sample from this many most likely tokens.")] = None,
+    top_p: Annotated[float | None, Option(help="Sample from the smallest set with this probability.")] = None,
+    seed: Annotated[int | None, Option(help="Equal seeds give equal texts; default a new one each time.")] = None,
+    stop: Annotated[list[str] | None, Option(help="Stop at this text; repeat it for several.")] = None,
     step: Step = "last",
     device: Device = None,
     revision: Revision = "",

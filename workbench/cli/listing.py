@@ -77,11 +77,7 @@ def listing(kind: str, runs: Path | None = None) -> tuple[Rows, list[str]]:
 
 def measures() -> list[str]:
     """Return the names of all metrics and interventions without importing PyTorch."""
-    return [
-        row[kind]
-        for kind, folder in (("metric", "metrics"), ("intervention", "interventions"))
-        for row in _registered(kind, folder)
-    ]
+    return [row[kind] for kind in ("metric", "intervention") for row in _registered(kind, f"{kind}s")]
 
 
 @functools.cache
@@ -89,10 +85,8 @@ def _registered(decorator: str, folder: str) -> Rows:
     """Return what `@metric` or `@intervention` registers, read from the source: an import takes seconds."""
     rows = []
     specs = (importlib.util.find_spec(module) for module in plugins(folder))
-    for path in [
-        *sorted((HERE / folder).rglob("*.py")),
-        *(Path(spec.origin) for spec in specs if spec and spec.origin),
-    ]:
+    others = [Path(spec.origin) for spec in specs if spec and spec.origin]
+    for path in [*sorted((HERE / folder).rglob("*.py")), *others]:
         nodes: Any = ast.parse(path.read_text(encoding="utf-8")).body
         for node in nodes:
             for call in getattr(node, "decorator_list", ()):
@@ -102,13 +96,8 @@ def _registered(decorator: str, folder: str) -> Rows:
                 words = {key: ast.literal_eval(given[key]) for key in ("unit", "reading")}
                 if decorator == "metric":
                     per_sequence = isinstance(node, ast.FunctionDef) and "Float" in ast.unparse(node.returns or node)
-                    form = (
-                        "per_sequence"
-                        if per_sequence
-                        else "accumulated"
-                        if isinstance(node, ast.ClassDef)
-                        else "derived"
-                    )
+                    form = "accumulated" if isinstance(node, ast.ClassDef) else "derived"
+                    form = "per_sequence" if per_sequence else form
                     sites = ast.literal_eval(given["sites"]) if "sites" in given else ()
                     words = {"form": form, **words, "sites": ", ".join(sites)}
                 own = "".join(f"_{c.lower()}" if c.isupper() else c for c in node.name).lstrip("_")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from workbench.cli.arguments import (
     Device,
@@ -32,16 +32,14 @@ from workbench.places import absent_studies
 def measure_command(
     paths: Annotated[list[Path], RunOrModel(help="Runs, checkpoints, or names of shipped models.")],
     metric: Annotated[list[str], Measures(help="A name of `workbench list metrics`; repeat it for several.")],
-    text: Annotated[str | None, typer.Option(help="Text file, or a text; default each run's validation split.")] = None,
-    steps: Annotated[str, typer.Option(help="last, first, ends, all, or step numbers as 0,100.")] = "last",
+    text: Annotated[str | None, Option(help="Text file, or a text; default each run's validation split.")] = None,
+    steps: Annotated[str, Option(help="last, first, ends, all, or step numbers as 0,100.")] = "last",
     documents: Documents = 64,
     length: Annotated[
-        int | None, typer.Option("--length", "-T", min=1, help="Tokens per document; default the training length.")
+        int | None, Option("--length", "-T", min=1, help="Tokens per document; default the training length.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch; results do not depend on it.")] = 8,
-    positions: Annotated[
-        str, typer.Option(help="Positions of sink measures: first, or found in each document.")
-    ] = "first",
+    batch: Annotated[int, Option(min=1, help="Sequences per batch; results do not depend on it.")] = 8,
+    positions: Annotated[str, Option(help="Positions of sink measures: first, or found in each document.")] = "first",
     out: Annotated[Path | None, Out(help="Write the records to this file: .parquet, .arrow, .csv or .json.")] = None,
     workers: OneWorker = 1,
     on: On = None,
@@ -77,16 +75,14 @@ def analyze(
     out: Annotated[Path, Out(help="Folder for tables, figures and the page.")] = Path("results"),
     question: Annotated[
         list[str] | None,
-        typer.Option(help="A question of `workbench list claims`; repeat it for several. Default all."),
+        Option(help="A question of `workbench list claims`; repeat it for several. Default all."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Text file for runs that were imported without data.")] = None,
+    text: Annotated[Path | None, Option(help="Text file for runs that were imported without data.")] = None,
     documents: Documents = 64,
     workers: Workers = None,
     on: On = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="Write the figures as PNG too. Needs Chrome, Chromium or Edge.")
-    ] = False,
-    svg: Annotated[bool, typer.Option("--svg", help="Write the figures as SVG too. Needs the same.")] = False,
+    png: Annotated[bool, Option("--png", help="Write the figures as PNG too. Needs Chrome, Chromium or Edge.")] = False,
+    svg: Annotated[bool, Option("--svg", help="Write the figures as SVG too. Needs the same.")] = False,
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
@@ -124,15 +120,15 @@ def xray_report_command(
     path: Annotated[Path, RunOrModel(help="A run, a checkpoint, or the name of a shipped or cached model.")],
     text: Annotated[
         Path | None,
-        typer.Option(help="Text file, or .bin file of token ids; default a run's own validation documents."),
+        Option(help="Text file, or .bin file of token ids; default a run's own validation documents."),
     ] = None,
     out: Annotated[Path | None, Out(help="The page, with a PNG of the same name; default <name>-xray.html.")] = None,
-    documents: Annotated[int, typer.Option("--documents", min=4, help="Number of documents.")] = 32,
-    length: Annotated[int | None, typer.Option("--length", "-T", min=2, help="Tokens per document.")] = None,
+    documents: Annotated[int, Option("--documents", min=4, help="Number of documents.")] = 32,
+    length: Annotated[int | None, Option("--length", "-T", min=2, help="Tokens per document.")] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also replace values layer by layer: three more passes per layer.")
+        bool, Option("--layers", help="Also replace values layer by layer: three more passes per layer.")
     ] = False,
-    png: Annotated[bool, typer.Option(help="Write the page as PNG too. Needs Chrome, Chromium or Edge.")] = True,
+    png: Annotated[bool, Option(help="Write the page as PNG too. Needs Chrome, Chromium or Edge.")] = True,
     revision: Revision = "",
     download: Download = False,
     runs: Runs = None,

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, print_result
 
@@ -15,7 +15,7 @@ from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, prin
 def list_names(
     kind: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="WHAT",
             autocompletion=completing("workbench.cli.listing", "LISTINGS"),
             help="architectures, metrics, interventions, presets, claims, studies or runs.",
@@ -40,7 +40,7 @@ def list_names(
 @app.command(name="data")
 def data_command(
     source: Annotated[
-        Path | None, typer.Argument(help="A clone, or the source distribution (.tar.gz) of this version.")
+        Path | None, Argument(help="A clone, or the source distribution (.tar.gz) of this version.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def data_command(
 
 @app.command(name="plot")
 def plot_command(
-    records: Annotated[Path, typer.Argument(help="A file of records from `measure --out`.")],
+    records: Annotated[Path, Argument(help="A file of records from `measure --out`.")],
     out: Annotated[Path, Out(help="The figure, one offline .html page.")] = Path("figure.html"),
     as_json: Json = False,
 ) -> None:
@@ -75,13 +75,13 @@ def plot_command(
 def view_command(
     link: Annotated[
         str,
-        typer.Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
+        Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
     ],
     out: Annotated[
         Path, Out(help="The file; its ending sets the format: .html, .svg, .png, .csv, .parquet, .arrow or .json.")
     ] = Path("view.html"),
-    only: Annotated[str | None, typer.Option(help="One view of the page. Pictures need it.")] = None,
-    play: Annotated[bool, typer.Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
+    only: Annotated[str | None, Option(help="One view of the page. Pictures need it.")] = None,
+    play: Annotated[bool, Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
@@ -106,7 +106,7 @@ def view_command(
 @app.command(name="app")
 def dashboard(runs: Runs = None, port: Port = 8501) -> None:
     """Show the dashboard on 127.0.0.1 until Ctrl-C."""
-    from workbench.cli.serving import make_folder, serve, wait
+    from workbench.cli.dashboard_server import make_folder, serve, wait
     from workbench.runs.run import runs_folder
 
     folder = runs_folder(runs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from workbench.cli.arguments import (
     ArchitectureName,
@@ -36,24 +36,20 @@ if TYPE_CHECKING:
 
 SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; default the embedded text."
 StudyFile = Annotated[
-    str, typer.Argument(help="A name of `workbench list studies`, or a .toml file.", autocompletion=studies)
+    str, Argument(help="A name of `workbench list studies`, or a .toml file.", autocompletion=studies)
 ]
-Texts = Annotated[list[Path] | None, typer.Option(help=SOURCES)]
+Texts = Annotated[list[Path] | None, Option(help=SOURCES)]
 
 
 @app.command()
 def demo(
     runs: Runs = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Train tiny models, to check that everything works.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Also train the race to induction and three models on text.")
-    ] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="As --full, with all models on text and all seeds.")
-    ] = False,
-    with_app: Annotated[bool, typer.Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
+    quick: Annotated[bool, Option("--quick", help="Train tiny models, to check that everything works.")] = False,
+    full: Annotated[bool, Option("--full", help="Also train the race to induction and three models on text.")] = False,
+    everything: Annotated[bool, Option("--all", help="As --full, with all models on text and all seeds.")] = False,
+    with_app: Annotated[bool, Option("--app/--no-app", help="Show the dashboard while the models train.")] = True,
     port: Port = 8501,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per architecture.")] = 3,
+    seeds: Annotated[int, Option(min=1, help="Seeds per architecture.")] = 3,
     workers: Workers = None,
     on: On = None,
     device: Device = None,
@@ -62,7 +58,7 @@ def demo(
 
     Finished models are reused. Ctrl-C stops; the same command resumes.
     """
-    from workbench.cli.serving import make_folder, serve, stop, wait
+    from workbench.cli.dashboard_server import make_folder, serve, stop, wait
     from workbench.runs.run import runs_folder
 
     folder = runs_folder(runs)
@@ -105,22 +101,22 @@ def _models(task: Task) -> Callable[[dict[str, Any]], None]:
 def train_command(
     architecture: ArchitectureName,
     preset: PresetName = "tiny",
-    name: Annotated[str | None, typer.Option(help="Name of the run; default ARCHITECTURE-PRESET-sSEED.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
+    name: Annotated[str | None, Option(help="Name of the run; default ARCHITECTURE-PRESET-sSEED.")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of weights and data order.")] = 0,
     text: Texts = None,
     task: Annotated[
-        str, typer.Option(callback=checked_argument, help="text, repeated (random tokens repeated once) or backcopy.")
+        str, Option(callback=checked_argument, help="text, repeated (random tokens repeated once) or backcopy.")
     ] = "text",
     shortest: Annotated[
-        int | None, typer.Option(help="Task repeated: draw each period between this and half the length.")
+        int | None, Option(help="Task repeated: draw each period between this and half the length.")
     ] = None,
-    vocabulary: Annotated[int | None, typer.Option(help="Size of the tokenizer's vocabulary.")] = None,
-    bos: Annotated[str | None, typer.Option(help="first: begin each document with a start token.")] = None,
+    vocabulary: Annotated[int | None, Option(help="Size of the tokenizer's vocabulary.")] = None,
+    bos: Annotated[str | None, Option(help="first: begin each document with a start token.")] = None,
     option: Options = None,
     model: ModelKeys = None,
     recipe: RecipeKeys = None,
     log: Annotated[
-        list[str] | None, typer.Option(help="Also log to a tracker while training: wandb, tensorboard or mlflow.")
+        list[str] | None, Option(help="Also log to a tracker while training: wandb, tensorboard or mlflow.")
     ] = None,
     runs: Runs = None,
     device: Device = None,
@@ -168,7 +164,7 @@ def study_command(
     study: StudyFile,
     runs: Runs = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Train tiny models for a few steps, to check that it works.")
+        bool, Option("--quick", help="Train tiny models for a few steps, to check that it works.")
     ] = False,
     workers: Workers = None,
     on: On = None,
@@ -208,10 +204,10 @@ def ship_command(
     runs: Runs = None,
     out: Annotated[Path, Out(help="Folder of evidence. The study gets a folder in it.")] = Path("data/evidence"),
     question: Annotated[
-        list[str] | None, typer.Option(help="Measure only claims of this question of `workbench list claims`.")
+        list[str] | None, Option(help="Measure only claims of this question of `workbench list claims`.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit of the training code; default the present one.")] = None,
-    weights: Annotated[list[int] | None, typer.Option(help="Steps whose weights are stored too, in bfloat16.")] = None,
+    commit: Annotated[str | None, Option(help="Commit of the training code; default the present one.")] = None,
+    weights: Annotated[list[int] | None, Option(help="Steps whose weights are stored too, in bfloat16.")] = None,
     workers: OneWorker = 1,
     on: On = None,
     as_json: Json = False,
@@ -244,8 +240,8 @@ def estimate(
     model: ModelKeys = None,
     recipe: RecipeKeys = None,
     documents: Documents = 64,
-    length: Annotated[int | None, typer.Option("--length", "-T", min=2, help="Tokens per document.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Documents per batch of a measurement.")] = 8,
+    length: Annotated[int | None, Option("--length", "-T", min=2, help="Tokens per document.")] = None,
+    batch: Annotated[int, Option(min=1, help="Documents per batch of a measurement.")] = 8,
     as_json: Json = False,
 ) -> None:
     """Estimate the memory of a training, or with -m of a measurement."""

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -38,40 +38,35 @@ def is_dataset(name: object) -> bool:
 
 def rows_of_file(path: Path, data: bytes) -> list[str]:
     """Return the texts of a .jsonl or .parquet file; raises `BadData` with the line or the columns that do not fit."""
-    texts = list(_json_lines(path, data) if path.suffix == ".jsonl" else _parquet(path, data))
-    if not any(text.strip() for text in texts):
-        raise BadData(f"{path} holds no text; leave it out")
-    return [text for text in texts if text.strip()]
-
-
-def _json_lines(path: Path, data: bytes) -> Iterator[str]:
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise BadData(f"{path}, line {number}, is no JSON: {error}") from error
-        if isinstance(row, dict):
-            row = row[_column([k for k, v in row.items() if isinstance(v, str)], list(row), f"{path}, line {number}")]
-        if not isinstance(row, str):
-            raise BadData(f"{path}, line {number}, is a {type(row).__name__}; give objects with a text, or texts")
-        yield _whole(row, f"{path}, line {number}")
-
-
-def _parquet(path: Path, data: bytes) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
-            schema = file.schema_arrow
-            texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
-            column = _column(texts, schema.names, str(path))
-            for batch in file.iter_batches(columns=[column]):
-                yield from (_whole(text, str(path)) for text in batch.column(0).to_pylist() if text is not None)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BadData(f"{path} is damaged or no Parquet file: {error}") from error
+    texts = list[str]()
+    for number, line in enumerate(data.splitlines() if path.suffix == ".jsonl" else (), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise BadData(f"{where}, is no JSON: {error}") from error
+        if isinstance(row, dict):
+            row = row[_column([key for key, value in row.items() if isinstance(value, str)], list(row), where)]
+        if not isinstance(row, str):
+            raise BadData(f"{where}, is a {type(row).__name__}; give objects with a text, or texts")
+        texts.append(_whole(row, where))
+    if path.suffix == ".parquet":
+        try:
+            with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+                schema = file.schema_arrow
+                names = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+                column = file.read(columns=[_column(names, schema.names, str(path))]).column(0)
+                texts = [_whole(text, str(path)) for text in column.to_pylist() if text is not None]
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise BadData(f"{path} is damaged or no Parquet file: {error}") from error
+    if not any(text.strip() for text in texts):
+        raise BadData(f"{path} holds no text; leave it out")
+    return [text for text in texts if text.strip()]
 
 
 def dataset_rows(name: str, most_bytes: int) -> tuple[str, list[str]]:
@@ -196,7 +191,20 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
     if size < MIN_BYTES:
         raise BadData(f"{size} bytes of text in {len(files)} files are too little; give at least {MIN_BYTES} bytes")
     manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
-    return _finish(_choose_sides(documents, validation), manifest)
+    # files (or documents, of fewer than ten files) go to validation by hashed name, up to its share of the text
+    names = {document.source.rpartition("#")[0] for document in documents}
+    unit = {d.source: d.source.rpartition("#")[0] if len(names) >= 10 else d.source for d in documents}
+    sizes: Counter[str] = Counter()
+    for document in documents:
+        sizes[unit[document.source]] += len(document.text)
+    room, selected = validation * sizes.total(), set()
+    for name in sorted(sizes, key=lambda name: _fraction("split", name)):
+        if sizes[name] <= room:
+            selected.add(name)
+            room -= sizes[name]
+    selected = selected or {min(sizes, key=lambda name: (sizes[name], name))}
+    sides = [replace(d, split="validation") if unit[d.source] in selected else d for d in documents]
+    return without_repeats(sides, manifest)
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
@@ -300,28 +308,12 @@ def _text_files(paths: list[Path]) -> dict[Path, tuple[str, bytes]]:
     return contents
 
 
-def _choose_sides(documents: list[Document], share: float) -> list[Document]:
-    """Move files (or documents, of fewer than ten files) to validation, by hashed name, up to a `share` of the text."""
-    files = {document.source.rpartition("#")[0] for document in documents}
-    unit = {d.source: d.source.rpartition("#")[0] if len(files) >= 10 else d.source for d in documents}
-    sizes: Counter[str] = Counter()
-    for document in documents:
-        sizes[unit[document.source]] += len(document.text)
-    room, chosen = share * sizes.total(), set()
-    for name in sorted(sizes, key=lambda name: _fraction("split", name)):
-        if sizes[name] <= room:
-            chosen.add(name)
-            room -= sizes[name]
-    chosen = chosen or {min(sizes, key=lambda name: (sizes[name], name))}
-    return [replace(d, split="validation") if unit[d.source] in chosen else d for d in documents]
-
-
 def _fraction(purpose: str, name: str) -> float:
     """Return a number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(f"workbench {purpose} {name}".encode()).digest()[:6], "big") / 2**48
 
 
-def _finish(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
+def without_repeats(documents: Sequence[Document], manifest: dict[str, Any]) -> Corpus:
     """Return a corpus without repeated paragraphs, which validation loses first; an empty side is refused."""
     ordered = sorted(documents, key=lambda document: SPLITS.index(document.split))
     blocks = []  # (document, paragraph with the blank lines after it)

@@ -57,9 +57,7 @@ class Data(Protocol):
     def domains(self) -> tuple[str, ...]: ...
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor: ...  # the training batch of a step [size, T]
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample: ...
-    def readings(
-        self, per_token: Tensor, tokens: Tensor
-    ) -> dict[str, Tensor]: ...  # of the loss per token [batch, T - 1]
+    def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]: ...  # of losses [batch, T - 1]
     def describe(self) -> dict[str, Any]: ...  # the description in `run.json`
 
 
@@ -85,7 +83,7 @@ class TextData:
         return self.corpus.domains
 
     @cached_property
-    def _train(self) -> TokenDocuments:
+    def train(self) -> TokenDocuments:
         return tokenize(self.corpus, self.tokenizer, "train", bos=self.bos)
 
     @cached_property
@@ -94,7 +92,7 @@ class TextData:
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         """Return the batch of a step [size, T]: packed chunks, shuffled each epoch by the seed."""
-        return _chunks_of_step(self._train.chunks(T), step, size, seed)
+        return _chunks_of_step(self.train.chunks(T), step, size, seed)
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return at most one window of T tokens from each of n validation documents."""
@@ -336,10 +334,8 @@ def read_tokens(path: Path, vocabulary: int) -> np.ndarray:
     ids = np.memmap(path, f"<u{width}", "r", start)
     for begin in range(0, len(ids), 1 << 24):
         if (high := int(ids[begin : begin + (1 << 24)].max())) >= vocabulary:
-            raise BadData(
-                f"{path} holds id {high}, outside the vocabulary 0..{vocabulary - 1}: it belongs to another tokenizer, or its "
-                f"ids are not {width} bytes wide"
-            )
+            cause = f"it belongs to another tokenizer, or its ids are not {width} bytes wide"
+            raise BadData(f"{path} holds id {high}, outside the vocabulary 0..{vocabulary - 1}: {cause}")
     return ids
 
 
@@ -389,31 +385,26 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
         with_start = description.get("bos", "first") is not None  # older runs say nothing of it, and all had one
         return BackcopyData(description["vocabulary"], description["triggers"], with_start)
     if kind == "imported":
-        raise BadCheckpoint(
-            "nothing says what an imported run was trained on; give data= ids, text, a file or a corpus (--text FILE)"
-        )
+        ways = "give data= ids, text, a file or a corpus (--text FILE)"
+        raise BadCheckpoint(f"nothing says what an imported run was trained on; {ways}")
     if kind != "text" or Path(name).name != name or name == "..":
         raise BadCheckpoint(f"unknown data {description!r}; give data= instead")
     if not (root / name / "data.json").exists():
         if tokenizer is not None and tokenizer.is_file():
-            data = _of_embedded_text(tokenizer, tokenizer.stat().st_mtime_ns, description.get("bos"))
+            data = _text_data(None, tokenizer, tokenizer.stat().st_mtime_ns, description.get("bos"))
             if data.hash == name:
                 return data
         raise BadCheckpoint(f"the corpus {name} this run was trained on is not under {root}; give data= instead")
-    return _open_text(root / name, description.get("bos"))
-
-
-@lru_cache(maxsize=2)  # named by its content; tokenising it again for each checkpoint would cost more than measuring
-def _open_text(folder: Path, bos: Any) -> TextData:
-    try:
-        data = TextData(corpora.load_corpus(folder), Tokenizer.load(folder / "tokenizer.json"), bos)
+    try:  # named by its content
+        text = _text_data(root / name, root / name / "tokenizer.json", 0, description.get("bos"))
     except BadData as error:
         raise BadCheckpoint(str(error)) from error
-    if data.hash != folder.name:
-        raise BadCheckpoint(f"{folder} holds other data than its name says; remove it and build it again")
-    return data
+    if text.hash != name:
+        raise BadCheckpoint(f"{root / name} holds other data than its name says; remove it and build it again")
+    return text
 
 
-@lru_cache(maxsize=2)
-def _of_embedded_text(tokenizer: Path, changed: int, bos: Any) -> TextData:
-    return TextData(embedded(), Tokenizer.load(tokenizer), bos)
+@lru_cache(maxsize=4)  # tokenising a corpus again for each checkpoint would cost more than measuring
+def _text_data(folder: Path | None, tokenizer: Path, changed: int, bos: Any) -> TextData:
+    """Return the corpus of a folder (None: the embedded text) with a tokenizer that `changed` at this time."""
+    return TextData(embedded() if folder is None else corpora.load_corpus(folder), Tokenizer.load(tokenizer), bos)

@@ -279,13 +279,10 @@ def as_tokenizer(given: Any, d_vocab: int) -> Any:
         encoded: Any = given.encode(PROBE, add_special_tokens=False)
         alike = tokenizer.encode(PROBE) == list(encoded.ids if isinstance(given, tokenizers.Tokenizer) else encoded)
     except Exception as error:  # of parts written in Python, which cannot be copied
-        raise BadData(
-            f"tokenizer, a {type(given).__name__}, cannot be copied ({error}): give token ids instead of text"
-        ) from error
+        cause = f"a {type(given).__name__}, cannot be copied ({error})"
+        raise BadData(f"tokenizer, {cause}: give token ids instead of text") from error
     if not alike:
-        raise BadData(
-            f"tokenizer, a {type(given).__name__}, does more than its backend: give token ids instead of text"
-        )
+        raise BadData(f"tokenizer, a {type(given).__name__}, does more than its backend: give token ids, not text")
     if tokenizer.vocab_size > d_vocab:
         raise BadData(
             f"tokenizer has ids up to {tokenizer.vocab_size - 1}, the model's vocabulary goes to {d_vocab - 1}: give the tokenizer that "
@@ -313,9 +310,8 @@ def ids_of(example: Any, tokenizer: Any) -> Any:
     if not isinstance(example, Mapping):
         return example
     if "input_ids" not in example:
-        raise BadData(
-            f"example_tokens has {', '.join(map(str, example)) or 'nothing'}, no input_ids: give token ids [batch, pos]"
-        )
+        names = ", ".join(map(str, example)) or "nothing"
+        raise BadData(f"example_tokens has {names}, no input_ids: give token ids [batch, pos]")
     if more := [str(key) for key in example if key not in ("input_ids", *_BESIDE_IDS)]:
         raise BadData(
             f"example_tokens has {', '.join(more)} beside input_ids: give example_tokens=batch['input_ids'] and pass the rest on, "

@@ -85,9 +85,8 @@ def unbounded(settings: Mapping[str, Any]) -> bool:
             return True
         if isinstance(content := part.get("content"), str) and pattern is not None:
             growth *= max(1.0, len(content.encode()) / len(plain.encode()) if plain else 1 + len(content.encode()))
-        if isinstance(
-            encoded := part.get("precompiled_charsmap"), str
-        ):  # SentencePiece: a trie's size, the trie, replacements, NUL
+        # SentencePiece: a trie's size, the trie, replacements, NUL
+        if isinstance(encoded := part.get("precompiled_charsmap"), str):
             with contextlib.suppress(ValueError):  # the library refuses what is no Base64
                 data = base64.b64decode(encoded)
                 growth *= max(1, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
@@ -171,10 +170,8 @@ class LimitedBackend:
                 self._worker, code = None, worker.wait()
                 worker.stdin.close()
                 worker.stdout.close()
-                cause = (
-                    f"more than {seconds} s" if code == -signal.SIGXCPU else f"more than {MEMORY >> 30} GiB of memory"
-                )
-                raise BadData(f"this tokenizer takes {cause} to {what} {size} {UNITS[what]}; {CURE}")
+                cause = f"{seconds} s" if code == -signal.SIGXCPU else f"{MEMORY >> 30} GiB of memory"
+                raise BadData(f"this tokenizer takes more than {cause} to {what} {size} {UNITS[what]}; {CURE}")
         result, error = json.loads(answer)
         if error is not None:
             raise BadData(f"this tokenizer cannot {what} {size} {UNITS[what]} ({error}); {CURE}")

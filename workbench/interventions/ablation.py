@@ -356,10 +356,9 @@ def reader_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
             for part, x in arriving.items():
                 reads = block.ln1((stream.whole - (x - x.mean(1, keepdim=True))).to(model.embed.weight.dtype))
                 for site, name in readers.items():
+                    projection = getattr(block.attn, name)
                     with model.lock:
-                        handle = getattr(block.attn, name).register_forward_pre_hook(
-                            lambda _, __, reads=reads: (reads,)
-                        )
+                        handle = projection.register_forward_pre_hook(lambda _, __, reads=reads: (reads,))
                         try:
                             change = losses(model, [ids]) - plain
                         finally:

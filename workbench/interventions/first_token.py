@@ -41,8 +41,12 @@ def first_token_norm(
     ratios = ByDocument()
     for ids in batches_of(model, sample, batch):
         at = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-        if positions == "found":
-            ids, at = _strongest_sinks(model, ids)
+        if positions == "found":  # the documents in which a head rests on some position, and the strongest of these
+            total = torch.zeros(ids.shape, dtype=torch.double, device=ids.device)
+            for is_sink, received in sinks_by_layer(model, ids).values():
+                total += torch.where(is_sink, column_excess(received)[0], 0).sum(1)
+            has_sink = total.sum(1) > 0
+            ids, at = ids[has_sink], total.argmax(1)[has_sink]
             if not len(ids):
                 continue
         T, rows = ids.shape[1], torch.arange(len(ids), device=ids.device)
@@ -59,15 +63,6 @@ def first_token_norm(
                     here = norms.gather(1, place[:, None])[:, 0]
                     ratios.add(here / usual, site=site, layer=layer, control=control, unit="ratio")
     yield from ratios.rows()
-
-
-def _strongest_sinks(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the documents in which a head rests on some position, and the one that receives most over all heads."""
-    total = torch.zeros(ids.shape, dtype=torch.double, device=ids.device)
-    for at, received in sinks_by_layer(model, ids).values():
-        total += torch.where(at, column_excess(received)[0], 0).sum(1)
-    has_sink = total.sum(1) > 0
-    return ids[has_sink], total.argmax(1)[has_sink]
 
 
 @intervention(

@@ -37,9 +37,8 @@ def activation_gradient_norm(model: Any, sample: Any, data: Any, batch: int) -> 
     counts them beside its block. `relative`: times the activation's own norm, so that scale drops out.
     Caution: a larger activation has a smaller gradient at equal importance; compare with the relative form.
     """
-    points = {
-        before_branching(model, n, name): (site, n) for site in SITES for n, name in hook_points(model, site).items()
-    }
+    named = [(site, n, name) for site in SITES for n, name in hook_points(model, site).items()]
+    points = {before_branching(model, n, name): (site, n) for site, n, name in named}
     norms = ByDocument()
     for ids in batches_of(model, sample, batch):
         _, values, grads = model.run_with_grads(ids, list(points), _each)
@@ -106,16 +105,17 @@ def gradient_sink(
     """
     if getattr(model, "foreign", None) is not None:  # whose modules are not ours to name
         return
-    points = {
-        f"blocks.{n}.attn.{module}hook_in": (n, path)
-        for n in range(model.config.n_layers)
-        for path, module in PATHS.items()
-    }
+    pairs = [(n, path) for n in range(model.config.n_layers) for path in PATHS]
+    points = {f"blocks.{n}.attn.{PATHS[path]}hook_in": (n, path) for n, path in pairs}
     points = {name: at for name, at in points.items() if name.removesuffix(".hook_in") in model.mod_dict}
     T, groups = min(sample.ids.shape[1], GATHERED), min(GROUPS, len(sample.ids))
     places = dict.fromkeys(range(model.config.n_layers), 0)
-    if positions == "found":
-        places = _frequent_sinks(model, sample, batch, T)
+    if positions == "found":  # by layer the position below T where its heads rest in most documents
+        counts = dict[int, Tensor]()
+        for ids in batches_of(model, sample, batch):
+            for n, (is_sink, _) in sinks_by_layer(model, ids).items():
+                counts[n] = counts.get(n, 0) + is_sink[..., :T].any(1).sum(0).cpu()
+        places = {n: int(count.argmax()) for n, count in counts.items() if count.any()}
         points = {name: at for name, at in points.items() if at[0] in places}
     sums = {at: torch.zeros(groups, T, model.config.d_model, dtype=torch.double) for at in points.values()}
     seen = 0
@@ -139,15 +139,6 @@ def gradient_sink(
             power = later[:GATHERED].sqrt()
             even = float(power[place] / torch.cat((power[:place], power[place + 1 :])).mean())
             yield {"layer": layer, "control": "uniform_causal", "value": even, "unit": "ratio"}
-
-
-def _frequent_sinks(model: Any, sample: Any, batch: int, T: int) -> dict[int, int]:
-    """Return by layer the position below T where its heads rest in most documents; none for layers without one."""
-    counts = dict[int, Tensor]()
-    for ids in batches_of(model, sample, batch):
-        for n, (at, _) in sinks_by_layer(model, ids).items():
-            counts[n] = counts.get(n, 0) + at[..., :T].any(1).sum(0).cpu()
-    return {n: int(count.argmax()) for n, count in counts.items() if count.any()}
 
 
 def _gathered(part: Tensor, whole: Tensor, place: int = 0) -> float:

@@ -241,12 +241,8 @@ def source_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[
             from scipy.stats import spearmanr
 
             value = float(spearmanr(means[name].numpy(), changes).statistic)
-            yield _place(name) | {
-                "variant": "rank_correlation",
-                "value": value,
-                "n": len(labels),
-                "unit": "correlation",
-            }
+            row = {"variant": "rank_correlation", "value": value, "n": len(labels), "unit": "correlation"}
+            yield _place(name) | row
 
 
 def _sources(model: Any) -> Mapping[str, tuple[str, ...]]:

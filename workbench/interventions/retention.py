@@ -98,10 +98,8 @@ def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     is_one, places = at.double().topk(max(most, 1), dim=-1)  # [batch, head, few]
     group = heads // given["v"].shape[2]
     where = places.transpose(1, 2)[..., None]  # [batch, few, head, 1]
-    keys, values = (
-        x.repeat_interleave(group, dim=2).gather(1, where.expand(-1, -1, -1, x.shape[-1]))
-        for x in (given["rot_k"], given["v"])
-    )
+    wide = (given[name].repeat_interleave(group, dim=2) for name in ("rot_k", "v"))
+    keys, values = (x.gather(1, where.expand(-1, -1, -1, x.shape[-1])) for x in wide)
     scores = torch.einsum("bqhd,bkhd->bhqk", given["rot_q"], keys) * given["rot_q"].shape[-1] ** -0.5
     queries = torch.arange(at.shape[-1], device=at.device)[:, None]
     is_seen = (places[:, :, None] <= queries) & (is_one[:, :, None] > 0)

@@ -26,11 +26,7 @@ ANSWERS_S = 10.0  # seconds to wait for a scheduler's first answer
 AGAIN_S = 2.0  # seconds between attempts on a run that another worker writes
 LOOKS_MS = 500.0  # interval of dask's profiler and clock, by default 10 and 20 ms
 SCHEMES = ("dask",)
-BESIDE = (
-    "app",
-    "analyses",
-    "shipped",
-)  # inside the package where it is installed, beside it in a clone; no job reads them
+BESIDE = ("app", "analyses", "shipped")  # inside an installed package, beside it in a clone; no job reads them
 Explain = Callable[[BaseException | None], BaseException | None]
 Mark = tuple[str, str]  # a path, and the URL it stands for
 Connection = tuple[Executor, Callable[[Callable[[], Any]], Any], Explain]
@@ -65,7 +61,12 @@ def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection
             client = distributed.Client(place, timeout=ANSWERS_S, set_as_default=False)
         except (OSError, ValueError) as error:
             raise WorkbenchError(f"{address} does not answer: {str(error).splitlines()[0]}") from error
-        stack.callback(_close, client)
+
+        def close() -> None:
+            with contextlib.suppress(OSError, CancelledError):  # the scheduler is gone
+                client.close(timeout=ANSWERS_S)
+
+        stack.callback(close)
         marks = stack.enter_context(_marked(folders))
         asked = environment_facts(marks)
         for worker, answer in client.run(_worker_facts, marks, on_error="return").items():
@@ -75,16 +76,11 @@ def connected(address: str, folders: Sequence[Path] = ()) -> Iterator[Connection
             warn_caller(f"{address} has no workers yet; the jobs wait for the first", NoWorkersYet)
         try:
             executor = client.get_executor(pure=False)
-            yield executor, functools.partial(call, asked, marks), functools.partial(_explained, address)
+            yield executor, functools.partial(call, asked, marks), functools.partial(explained_error, address)
         except CancelledError as error:
             raise WorkbenchError(f"{address} is gone; the same command goes on from here once it is back") from error
         finally:
             forget()  # other machines wrote to the mirrors
-
-
-def _close(client: Any) -> None:
-    with contextlib.suppress(OSError, CancelledError):  # the scheduler is gone
-        client.close(timeout=ANSWERS_S)
 
 
 def call(asked: Mapping[str, Any], marks: Sequence[Mark], job: Callable[[], Any]) -> Any:
@@ -135,31 +131,27 @@ def _refuse(worker: str, answer: Any, asked: Mapping[str, Any]) -> None:
     if isinstance(answer, BaseException):
         raise Unfit(f"the worker {worker} has another version of workbench: {type(answer).__name__}: {answer}")
     if (unseen := answer["unseen"]) and mirror_of(Path(unseen[0])) is not None:
-        raise Unfit(
-            f"the worker {worker} has its cache elsewhere than {unseen[0]}: set WORKBENCH_CACHE to one path everywhere"
-        )
+        cure = "set WORKBENCH_CACHE to one path everywhere"
+        raise Unfit(f"the worker {worker} has its cache elsewhere than {unseen[0]}: {cure}")
     if unseen:
-        raise Unfit(
-            f"the worker {worker} does not see {Path(unseen[0]).parent}: give a folder that all machines share, or a URL"
-        )
+        cure = "give a folder that all machines share, or a URL"
+        raise Unfit(f"the worker {worker} does not see {Path(unseen[0]).parent}: {cure}")
     if answer["threads"] != 1:
-        raise Unfit(
-            f"the worker {worker} has {answer['threads']} threads: start it with --nthreads 1, one for each core"
-        )
+        cure = "start it with --nthreads 1, one for each core"
+        raise Unfit(f"the worker {worker} has {answer['threads']} threads: {cure}")
     for what in ("workbench", "torch", "Python"):
         if answer[what] != asked[what]:
             raise Unfit(f"the worker {worker} has another version of {what}: {answer[what]}, here {asked[what]}")
 
 
-def _explained(address: str, error: BaseException | None) -> BaseException | None:
+def explained_error(address: str, error: BaseException | None) -> BaseException | None:
     """Return the explained error of a job; raises errors that concern all jobs."""
     if isinstance(error, Unfit):
         raise error
     if error is not None and type(error).__name__ == "KilledWorker":
         last = getattr(error, "last_worker", None)
-        return Died(
-            f"its worker died, and so did those that tried again (out of memory?), last {last and last.address}"
-        )
+        others = f"so did those that tried again (out of memory?), last {last and last.address}"
+        return Died(f"its worker died, and {others}")
     if isinstance(error, ModuleNotFoundError | AttributeError) and "workbench" in str(error):
         raise Unfit(f"a worker of {address} has another version of workbench, or none: {error}") from error
     return error

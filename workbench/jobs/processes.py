@@ -66,15 +66,15 @@ def _note(*_: object) -> None:
     _stopped.append("Ctrl-C")
 
 
-def _interrupt(*_: object) -> None:
-    """Record Ctrl-C and interrupt the running job. It is recorded first, as code that drops the exception may be running."""
-    _stopped.append("Ctrl-C")
-    raise KeyboardInterrupt
-
-
 def interruptible(job: Call) -> Any:
     """Run a job, which Ctrl-C interrupts; raises `KeyboardInterrupt` for all jobs after a Ctrl-C."""
-    signal.signal(signal.SIGINT, _interrupt)
+
+    def interrupt(*_: object) -> None:
+        """Record Ctrl-C and interrupt the job. It is recorded first, as code that drops the exception may be running."""
+        _stopped.append("Ctrl-C")
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         if _stopped:
             raise KeyboardInterrupt

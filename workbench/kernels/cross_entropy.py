@@ -37,9 +37,8 @@ def cross_entropy_reference(
 def refuse_targets(targets: Tensor, width: int) -> None:
     """Raise `BadData` for token ids without a logit."""
     if (last := int(targets.max())) >= width:
-        raise BadData(
-            f"next tokens go up to {last} and logits to {width - 1}: ids without a logit have no loss; leave them out"
-        )
+        cure = "ids without a logit have no loss; leave them out"
+        raise BadData(f"next tokens go up to {last} and logits to {width - 1}: {cure}")
 
 
 def sequence_losses(

@@ -45,7 +45,7 @@ def attention_with_null(
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if q.device.type != "cpu" or _BACKWARD is None or torch.compiler.is_compiling():
-        return _as_a_key(q, k, v, null, attn_mask, is_causal)
+        return attend_with_a_key(q, k, v, null, attn_mask, is_causal)
     if k.shape[1] < q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if torch.is_grad_enabled():
@@ -80,7 +80,7 @@ class _Rescaled(torch.autograd.Function):
         return by_q, by_k, by_v, by_null.to(null.dtype), None, None
 
 
-def _as_a_key(q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def attend_with_a_key(q: Tensor, k: Tensor, v: Tensor, null: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Attend with one more key in front that every query sees; a causal call gets a query for it, whose output is dropped."""
     width, length = q.shape[-1], q.shape[2]
     more = -(-(width + 1) // _MULTIPLE) * _MULTIPLE - width

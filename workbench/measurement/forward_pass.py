@@ -94,9 +94,8 @@ class Reduction:
             if self.metric.form == "per_sequence" and documents:
                 values = [function(**one, **options).double().cpu() for one in documents]
                 counted = [i for i, value in enumerate(values) if self.has_number(value)] or range(len(values))
-                self.parts[layer].append(
-                    weighted_mean([values[i] for i in counted], [len(positions[i]) for i in counted])
-                )
+                sizes = [len(positions[i]) for i in counted]
+                self.parts[layer].append(weighted_mean([values[i] for i in counted], sizes))
             else:
                 for one in documents:
                     self.parts[layer][place % self.metric.folds].update(**one)
@@ -145,24 +144,17 @@ def mean_and_error(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = None) -> list[Reduction]:
     """Return the reductions of a metric: each site (or only `sites`), with its variants, or with controls if it is accumulated."""
+    at: Sequence[str | None] = (sites or metric.sites) or (None,)
     if metric.found:
-        return [
-            Reduction(metric, site, "found", None, {"positions": "found"})
-            for site in (sites or metric.sites) or (None,)
-        ]
-    per_sequence, known = metric.form == "per_sequence", metric.ahead(tokens) if metric.ahead else {}
-    reductions = []
-    for site in (sites or metric.sites) or (None,):
+        return [Reduction(metric, site, "found", None, {"positions": "found"}) for site in at]
+    known, reductions = metric.ahead(tokens) if metric.ahead else {}, []
+    for site in at:
         reductions.append(Reduction(metric, site, options=known))
-        if per_sequence:
-            reductions += [
-                Reduction(metric, site, variant, None, options) for variant, options in metric.variants.items()
-            ]
+        if metric.form == "per_sequence":
+            reductions += [Reduction(metric, site, name, None, options) for name, options in metric.variants.items()]
         else:
-            reductions += [
-                Reduction(metric, site, None, control, {**known, **options})
-                for control, options in metric.controls.items()
-            ]
+            both = {name: {**known, **options} for name, options in metric.controls.items()}
+            reductions += [Reduction(metric, site, None, name, options) for name, options in both.items()]
     return reductions
 
 
@@ -179,21 +171,17 @@ def passes_of(model: Transformer, sample: Sample, reductions: Sequence[Reduction
     summed = [r for r in reductions if r.metric.form != "per_sequence"]
     for (_, site), group in itertools.groupby(summed, lambda r: (r.metric.name, r.site)):
         together, width = list(group), widths[site] * config.d_head if site in widths else config.d_model
-        size = 4 * _sums(together[0], sample) * config.n_layers * len(together) * width
+        vectors = sample.ids.numel()
+        if (among := together[0].options.get("among")) is not None:
+            folds = [sample.ids[fold :: together[0].metric.folds] for fold in range(together[0].metric.folds)]
+            vectors = sum(int(torch.isin(ids.unique(), among).sum()) for ids in folds)
+        size = 4 * vectors * config.n_layers * len(together) * width
         size = 0 if set(together[0].metric.arguments) <= {*STATISTICS, "tokens"} else size
         if size > left and passes[-1]:
             passes, left = [*passes, []], HELD
         passes[-1] += together
         left -= size
     return passes
-
-
-def _sums(reduction: Reduction, sample: Sample) -> int:
-    """Return the maximum number of vectors that a reduction stores for one layer."""
-    if (among := reduction.options.get("among")) is None:
-        return sample.ids.numel()
-    folds = [sample.ids[fold :: reduction.metric.folds] for fold in range(reduction.metric.folds)]
-    return sum(int(torch.isin(ids.unique(), among).sum()) for ids in folds)
 
 
 def _hook_of(alias: str, layer: Any, model: Transformer) -> str | None:
@@ -225,17 +213,13 @@ def read_segments(model: Any, sample: Sample, reductions: Sequence[Reduction], b
         ids = sample.ids[start : start + batch].to(model.embed.weight.device)
         logits, segments = model.run_with_segments(ids, everywhere=bool(of_logits))
         for reduction in of_logits:
-            given = {"logits": logits, "tokens": ids} | (
-                {} if segments.counted is None else {"counted": segments.counted}
-            )
-            rows = range(start, start + len(ids))
-            reduction.feed(None, given, rows, None if segments.is_whole else segments)
+            given = {"logits": logits, "tokens": ids}
+            given |= {} if segments.counted is None else {"counted": segments.counted}
+            reduction.feed(None, given, range(start, start + len(ids)), None if segments.is_whole else segments)
         parts.append((start, segments.to("cpu")))
         del logits
-    everything = sorted(
-        (part for gathered in distributed.all_gather(parts) for part in gathered), key=lambda part: part[0]
-    )
-    together = Segments.cat([segments for _, segments in everything])
+    everything = itertools.chain.from_iterable(distributed.all_gather(parts))
+    together = Segments.cat([segments for _, segments in sorted(everything, key=lambda part: part[0])])
     return None if together.is_whole else together
 
 
@@ -245,10 +229,7 @@ def run_pass(model: Transformer, sample: Sample, reductions: Sequence[Reduction]
     `read_segments` has already measured the metrics of an observed module's logits.
     """
     layers = [None, *range(model.config.n_layers + 1), "final"]
-    plan = {
-        layer: [(reduction, hooks) for reduction in reductions if (hooks := reduction.hooks(layer, model))]
-        for layer in layers
-    }
+    plan = {layer: [(r, hooks) for r in reductions if (hooks := r.hooks(layer, model))] for layer in layers}
     weights = {layer: _weights_of(layer, model) for layer in layers}
     foreign = model.foreign is not None
     of_logits = [] if foreign else [reduction for reduction in reductions if reduction.is_of_logits]
@@ -267,7 +248,7 @@ def run_pass(model: Transformer, sample: Sample, reductions: Sequence[Reduction]
         for reduction in of_logits:
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
         del logits  # often the largest tensor: freed before the next batch
-    _exchange(reductions)
+    exchange(reductions)
     refuse_partial(reductions, len(sample.ids))
 
 
@@ -282,7 +263,7 @@ def refuse_partial(reductions: Sequence[Reduction], n: int) -> None:
                 )
 
 
-def _exchange(reductions: Sequence[Reduction]) -> None:
+def exchange(reductions: Sequence[Reduction]) -> None:
     """Combine the results of all processes: batches in order, accumulators merged fold by fold."""
     parts = distributed.all_gather([reduction.parts for reduction in reductions])
     if len(parts) == 1:
@@ -296,10 +277,8 @@ def _exchange(reductions: Sequence[Reduction]) -> None:
             turns = {layer: itertools.zip_longest(*(part.get(layer, ()) for part in each)) for layer in layers}
             reduction.parts = {layer: [t for turn in turns[layer] for t in turn if t is not None] for layer in layers}
             continue
-        merged = {
-            layer: [reduction.metric.function(**reduction.options) for _ in range(reduction.metric.folds)]
-            for layer in layers
-        }
+        function, folds_ = reduction.metric.function, range(reduction.metric.folds)
+        merged = {layer: [function(**reduction.options) for _ in folds_] for layer in layers}
         for part in each:
             for layer, folds in part.items():
                 for fold, more in zip(merged[layer], folds, strict=True):
@@ -341,7 +320,20 @@ def record_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator
         unit = reduction.metric.units.get(reduction.variant or "", reduction.metric.unit)
         axes = _axes(reduction, layer, n_layers) | {"control": reduction.control, "unit": unit}
         if reduction.metric.form == "accumulated":
-            yield from _accumulated_rows(reduction, parts, axes, len(sample.ids))
+            used = parts[: len(sample.ids)]
+            total, own = _result(reduction, used)
+            groups = [[f for f in used if f is not fold] for fold in used] if len(used) > 2 else []
+            left_out = [_result(reduction, group)[0] for group in groups]
+            for key, numbers in total.items():
+                value = torch.tensor(numbers, dtype=torch.double)
+                error = torch.full_like(value, own.get(key, math.nan))
+                if left_out and not math.isnan(own.get(key, 0.0)):  # NaN: the accumulator has no error
+                    others = torch.tensor([one.get(key, (0 * value).tolist()) for one in left_out], dtype=torch.double)
+                    error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
+                unit = reduction.metric.units.get(key, reduction.metric.unit)
+                named = getattr(reduction.metric.function, "axes", ["index"] * value.ndim)
+                facts = {"variant": key or None, "unit": unit, "n": len(sample.ids)}
+                yield from _spread(axes | facts, named, value, error)
             continue
         parts = [part[reduction.has_number(part)] for part in parts] if reduction.metric.found else parts
         if not any(len(part) for part in parts):
@@ -402,21 +394,6 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
             value = mean_and_error(rows)[0]
         named = [axis for axis in reduction.metric.axes if axis != "head"] if value.ndim else []
         yield from _spread(axes | {"control": name}, named, value, torch.full_like(value, math.nan))
-
-
-def _accumulated_rows(reduction: Reduction, folds: list[Any], axes: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
-    used = folds[:n]
-    total, own = _result(reduction, used)
-    left_out = [_result(reduction, [f for f in used if f is not fold])[0] for fold in used] if len(used) > 2 else []
-    for key, numbers in total.items():
-        value = torch.tensor(numbers, dtype=torch.double)
-        error = torch.full_like(value, own.get(key, math.nan))
-        if left_out and not math.isnan(own.get(key, 0.0)):  # NaN: the accumulator has no error
-            others = torch.tensor([one.get(key, (0 * value).tolist()) for one in left_out], dtype=torch.double)
-            error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
-        unit = reduction.metric.units.get(key, reduction.metric.unit)
-        named = getattr(reduction.metric.function, "axes", ["index"] * value.ndim)
-        yield from _spread(axes | {"variant": key or None, "unit": unit, "n": n}, named, value, error)
 
 
 def _result(

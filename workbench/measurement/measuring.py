@@ -46,9 +46,7 @@ from workbench.statistics.sinks import FOUND_EXCESS, FOUND_LENGTH
 
 Measure = Metric | Intervention
 POSITIONS = ("first", "found")
-COLUMNS = Metric(
-    ColumnExcess, "accumulated", "share", "-1..1", "higher: attended more", "this project", min_length=2, folds=1
-)
+COLUMNS = Metric(ColumnExcess, "accumulated", "share", "-1..1", "higher: attended more", "ours", min_length=2, folds=1)
 """Whether a measure of the first position misses a sink; not registered."""
 CACHED = 16  # tokens of a measured key-value cache, whose bytes are proportional to tokens
 
@@ -107,7 +105,7 @@ def measure(
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
         how = partial(measure, n=n, T=T, batch=batch, seed=seed, device=device, sites=sites, positions=positions)
-        return _by_jobs(models_or_runs, metrics, data, steps, workers, progress, how)
+        return _by_jobs(models_or_runs, steps, workers, progress, partial(how, metrics=metrics, data=data))
     measured, samples = subjects(models_or_runs, steps, distributed.join(device)), dict[Any, Sample]()
     for subject in measured:
         if (shared := _sharing(subject)) not in samples:
@@ -162,24 +160,14 @@ def _with_progress(measured: Sequence[Subject], progress: Progress | None) -> It
 
 
 def _by_jobs(
-    things: Any,
-    metrics: Any,
-    data: Any,
-    steps: Any,
-    workers: Workers,
-    progress: Progress | None,
-    how: Callable[..., Any],
+    things: Any, steps: Any, workers: Workers, progress: Progress | None, how: Callable[..., Any]
 ) -> pd.DataFrame:
     """Measure every step of every run in a separate job, and return the rows in order."""
-    opened = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
-    jobs = [
-        Job(f"{run.path} step {step}", partial(how, run, metrics, data, steps=[step]))
-        for run in opened
-        for step in run.resolve(steps)
-    ]
-    return pd.concat(
-        results(jobs, workers, progress, list(dict.fromkeys(run.path.parent for run in opened))), ignore_index=True
-    )
+    runs = [opened_run(thing) for thing in (things if isinstance(things, list | tuple) else [things])]
+    each = [(run, step) for run in runs for step in run.resolve(steps)]
+    jobs = [Job(f"{run.path} step {step}", partial(how, run, steps=[step])) for run, step in each]
+    folders = list(dict.fromkeys(run.path.parent for run in runs))
+    return pd.concat(results(jobs, workers, progress, folders), ignore_index=True)
 
 
 def refuse_short(T: int, metrics: Iterable[str], positions: str = "first") -> None:
@@ -253,13 +241,6 @@ def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] =
     return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites, *found)
 
 
-def _training(subject: Subject, sample: Sample) -> Any:
-    """Return the source of training sequences: the run's data, or the given data if these are unknown."""
-    if subject.run is None or subject.run.info["data"]["kind"] == "imported":
-        return sample.source
-    return subject.run.data
-
-
 def _compute(
     subject: Subject, missing: Mapping[str, Measure], sample: Sample, batch: int, only: Mapping[str, Sequence[str]]
 ) -> dict[str, Tables]:
@@ -268,9 +249,7 @@ def _compute(
         model.eval()
     for item in missing.values():
         if model.foreign is not None and isinstance(item, Metric) and item.form == "derived":
-            raise WorkbenchError(
-                f"{item.name} reads weights by our names, which an observed module does not have; leave it out"
-            )
+            raise WorkbenchError(f"{item.name} reads weights by our names, absent in observed modules; leave it out")
     metrics = {k: m for k, m in missing.items() if isinstance(m, Metric) and m.form != "derived"}
     streamed = {k: reductions_of(m, sample.ids, only.get(m.name)) for k, m in metrics.items()}
     together = [r for reductions in streamed.values() for r in reductions]
@@ -281,8 +260,14 @@ def _compute(
                 f"{item.name} reads complete rows, and {100 * sample.segments.left_out:.3g} % of these positions are padding or rows hold "
                 "several documents: give documents of one length, one in a row"
             )
-    for key, metric in metrics.items():
-        if why := _too_short(metric, streamed[key][0], sample):
+    for key, metric in metrics.items():  # a metric has no numbers if a row has no document that is long enough
+        reduction, segments = streamed[key][0], sample.segments
+        short = [] if segments is None else [n for n in range(len(sample.ids)) if not reduction.documents(segments, n)]
+        if segments is not None and short:
+            longest = max(len(at) for at in segments.documents_in(short[0]))
+            needed = f"{metric.name} needs documents of {metric.min_length} tokens"
+            needed += " that count" if segments.counted is not None and "counted" in metric.optional else ""
+            why = f"{needed}; the longest of row {short[0]} has {longest} without padding"
             subject.absent[metric.name], streamed[key] = why, []
     together = [r for reductions in streamed.values() for r in reductions]
     *before, last = passes_of(model, sample, together)
@@ -299,12 +284,12 @@ def _compute(
         rows: Iterable[dict[str, Any]]
         samples: Iterable[dict[str, Any]] = ()
         if key in streamed:
-            rows = (row for reduction in streamed[key] for row in record_rows(reduction, sample, model.config.n_layers))
-            samples = (
-                row for reduction in streamed[key] for row in sample_rows(reduction, sample, model.config.n_layers)
-            )
+            rows = (row for one in streamed[key] for row in record_rows(one, sample, model.config.n_layers))
+            samples = (row for one in streamed[key] for row in sample_rows(one, sample, model.config.n_layers))
         elif isinstance(item, Intervention):
-            rows = item.function(model, sample, _training(subject, sample), batch)
+            run = subject.run  # an imported one's training data are unknown
+            training = sample.source if run is None or run.info["data"]["kind"] == "imported" else run.data
+            rows = item.function(model, sample, training, batch)
             if item.found:
                 rows = (row | {"variant": "_".join(filter(None, (row.get("variant"), "found")))} for row in rows)
         else:
@@ -338,53 +323,27 @@ def _rests_elsewhere(columns: Reduction) -> str:
 
 def _common(subject: Subject, key: str, item: Measure, sample: Sample, doubt: str = "") -> dict[str, Any]:
     """Return the columns that all rows of one measurement share."""
-    weight, segments = subject.model.embed.weight, sample.segments
-    lengths = [sample.ids.shape[1]] if segments is None else [len(at) for _, at in segments.documents()]
-    model = subject.model
-    covered: dict[str, Any] = {} if model.foreign is None else {"coverage": model.coverage}
-    covered |= {} if segments is None else {"left_out": round(segments.left_out, 6), "documents": len(lengths)}
+    model, segments = subject.model, sample.segments
+    weight, documents = model.embed.weight, [sample.ids]
+    facts: dict[str, Any] = {} if model.foreign is None else {"coverage": model.coverage}
+    if segments is not None:
+        documents = [sample.ids[row, at][None] for row, at in segments.documents()]
+        facts |= {"left_out": round(segments.left_out, 6), "documents": len(documents)}
+    # an experiment may read attention statistics too
+    if not isinstance(item, Metric) or not set(STATISTICS).isdisjoint(item.arguments):
+        joint = [getattr(block.attn, "joint", None) for block in model.blocks]
+        form = attention_form(weight.device, weight.dtype, model.config.d_head)
+        facts["attention"] = "+".join(sorted({form if one is None else "strips" for one in joint}))
+    doubts = list(filter(None, map(item.doubt, documents))) if isinstance(item, Metric) and item.doubt else []
+    if doubt or 2 * len(doubts) > len(documents):  # of most documents
+        facts["doubt"] = doubt or doubts[0]
     origin = provenance(
         reading=item.reading, key=key, weights=subject.weights, data=sample.hash, version=item.version,
-        assumed=subject.model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
-        device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **_streaming(subject.model, item),
-        **({"doubt": doubt} if doubt else _doubt(item, sample)), **covered,
+        assumed=model.assumed, torch=torch.__version__.split("+")[0], python=platform.python_version(),
+        device=str(weight.device.type), dtype=str(weight.dtype).removeprefix("torch."), **facts,
     )  # fmt: skip
-    shared = {"metric": item.name, "data": sample.label, "T": max(lengths), "provenance": origin}
-    return subject.axes | shared
-
-
-def _doubt(item: Measure, sample: Sample) -> dict[str, str]:
-    """Return the metric's doubt about most of these documents, if it has one."""
-    if not isinstance(item, Metric) or not item.doubt:
-        return {}
-    texts = (
-        [sample.ids]
-        if sample.segments is None
-        else [sample.ids[row, at][None] for row, at in sample.segments.documents()]
-    )
-    doubts = [doubt for doubt in map(item.doubt, texts) if doubt]
-    return {"doubt": doubts[0]} if 2 * len(doubts) > len(texts) else {}
-
-
-def _too_short(metric: Metric, reduction: Reduction, sample: Sample) -> str:
-    """Return why a metric has no numbers if a row has no document that is long enough; else empty."""
-    if sample.segments is None:
-        return ""
-    row = next((row for row in range(len(sample.ids)) if not reduction.documents(sample.segments, row)), None)
-    if row is None:
-        return ""
-    longest = max(len(at) for at in sample.segments.documents_in(row))
-    counts = " that count" if sample.segments.counted is not None and "counted" in metric.optional else ""
-    return f"{metric.name} needs documents of {metric.min_length} tokens{counts}; the longest of row {row} has {longest} without padding"
-
-
-def _streaming(model: Transformer, item: Measure) -> dict[str, str]:
-    """Return how the attention statistics of a metric are computed here, if it reads any."""
-    if isinstance(item, Metric) and set(STATISTICS).isdisjoint(item.arguments):
-        return {}  # an experiment may read them too
-    weight, joint = model.embed.weight, [getattr(block.attn, "joint", None) for block in model.blocks]
-    form = attention_form(weight.device, weight.dtype, model.config.d_head)
-    return {"attention": "+".join(sorted({form if one is None else "strips" for one in joint}))}
+    T = max(ids.shape[1] for ids in documents)
+    return subject.axes | {"metric": item.name, "data": sample.label, "T": T, "provenance": origin}
 
 
 def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterator[dict[str, Any]]:
@@ -406,21 +365,17 @@ def _derived_rows(model: Transformer, metric: Metric, sample: Sample) -> Iterato
         return
     variants: list[tuple[str | None, Mapping[str, Any]]] = [(None, {}), *metric.variants.items()]
     results: dict[tuple[str | None, str, int | None], list[float]] = {}
-    for ids in sample.ids[:, None]:
-        gradients = {output: _gradients(model, ids, output=output) for output in {v == "output" for v, _ in variants}}
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    for ids in sample.ids[:, None].to(model.embed.weight.device):
+        gradients = dict[bool, dict[str, Tensor]]()
+        for output in {v == "output" for v, _ in variants}:  # of the mean largest logit, or of the mean loss
+            with torch.enable_grad(), model.lock, trainable(matrices.values()):
+                scalar = model(ids).max(-1).values.mean() if output else model(ids, return_type="loss")
+                grads = torch.autograd.grad(scalar, list(matrices.values()))
+            gradients[output] = dict(zip(matrices, grads, strict=True))
         for variant, options in variants:
             for row in metric.function(gradients[variant == "output"], weights, **options):
                 results.setdefault((variant, row.part, row.layer), []).append(row.value)
     for (variant, part, layer), values in results.items():
         unit = metric.units.get(variant or "", metric.unit)
         yield mean_row(torch.tensor(values, dtype=torch.double), part=part, layer=layer, variant=variant, unit=unit)
-
-
-def _gradients(model: Transformer, ids: Tensor, *, output: bool) -> dict[str, Tensor]:
-    """Return gradients of the mean loss (or of the mean largest logit) for every matrix, without changing the model."""
-    named = {name: p for name, p in model.named_parameters() if p.ndim == 2}
-    ids = ids.to(model.embed.weight.device)
-    with torch.enable_grad(), model.lock, trainable(named.values()):
-        scalar = model(ids).max(-1).values.mean() if output else model(ids, return_type="loss")
-        gradients = torch.autograd.grad(scalar, list(named.values()))
-    return dict(zip(named, gradients, strict=True))

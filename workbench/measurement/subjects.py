@@ -148,7 +148,10 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
         return data
     if isinstance(data, Tensor | np.ndarray | list | tuple):
         return _ids(data, T)
-    if isinstance(data, str) and not _is_path(data):
+    # Path.exists raises for texts too long to be a name
+    if isinstance(data, str) and not (is_dataset(data) or (data and os.path.exists(data))):  # noqa: PTH110
+        if not any(c.isspace() for c in data) and local(data).suffix in FILES:
+            raise BadData(f"{data} does not exist; give text, or the path of a file that is there")
         return _ids([_tokenizer(subject, "text").encode(data)], T, "text")
     if data is None and subject.run is None:
         raise WorkbenchError(
@@ -210,14 +213,3 @@ def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
         raise BadData(f"the {label} is {ids.shape[1]} tokens long; at least {max(T or 2, 2)} are needed")
     sample = Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)
     return replace(sample, label=f"{label} {sample.hash[:SHORT]}")
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a string names a file or folder; raises `BadData` for an absent text file."""
-    if is_dataset(text):
-        return True
-    if text and os.path.exists(text):  # noqa: PTH110 - Path.exists raises for texts too long to be a name
-        return True
-    if not any(c.isspace() for c in text) and local(text).suffix in FILES:
-        raise BadData(f"{text} does not exist; give text, or the path of a file that is there")
-    return False

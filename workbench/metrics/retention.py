@@ -285,14 +285,14 @@ class TokenProbe(_Probe):
         control = self.shifted or self.random_labels
         if len(self.reservoir.sample) < 7 or not self.finite:
             return dict.fromkeys(CONTROLLED if control else ("", *BITS), math.nan)
-        judged = [self._held_out(split) for split in range(1 if control else self.splits)]
+        judged = [self.held_out_results(split) for split in range(1 if control else self.splits)]
         means, self.errors = _means(torch.cat(judged))
         if control:
             return {key: means[key] for key in CONTROLLED}
         return means | {"spread": float(torch.stack([each[:, 0].mean() for each in judged]).std())}
 
     @torch.no_grad()
-    def _held_out(self, split: int) -> Tensor:
+    def held_out_results(self, split: int) -> Tensor:
         """Return the results of `Prior.judged` on the held-out documents of a split."""
         documents = self.reservoir.sorted()
         eighths = (0, 1, 2, 4, 5), (6,), (3, 7)
@@ -301,7 +301,7 @@ class TokenProbe(_Probe):
         held = sides[2]
         size = 1 + max(int(targets.max()) for _, targets in documents)
         if self.random_labels:
-            label = _random_labels(y, size, split)
+            label = random_labels(y, size, split)
             y, tuned, held = label[y], label[tuned], [(v, label[targets]) for v, targets in held]
         sums = ClassSums()
         sums.add(x, y)
@@ -403,7 +403,7 @@ class PreviousTokenProbeStreamed(TokenProbeStreamed):
     before = 1
 
 
-def _random_labels(y: Tensor, size: int, seed: int) -> Tensor:
+def random_labels(y: Tensor, size: int, seed: int) -> Tensor:
     """Return a token for every token [size]: tokens in `y` get one of these, drawn by frequency, others stay."""
     label = torch.arange(size)
     seen, counts = y.unique(return_counts=True)

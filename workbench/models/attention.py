@@ -159,9 +159,8 @@ class Attention(HookedModule):
             joined = torch.cat((own, sources[shared][:, :, wiring.own_heads :]), 2)
             effective = self.run_hook_on_copy(hook, joined)
             # an unchanged X_j is in the key-value cache already
-            memory["joined", name, self.layer] = (
-                effective is joined and sources[shared] is memory[name, shared, "effective"]
-            )
+            is_cached = sources[shared] is memory[name, shared, "effective"]
+            memory["joined", name, self.layer] = effective is joined and is_cached
         else:  # X_n = X_n^own
             own = effective = self.run_hook(hook, own)
 
@@ -271,9 +270,8 @@ class Attention(HookedModule):
         heads, groups = self.config.n_heads, self.config.n_key_value_heads
         short = next((w for w in (left, right) if len(w) not in (heads, groups)), None)
         if short is not None:
-            raise WorkbenchError(
-                f"layer {self.layer} projects {len(short)} of {groups} key-value heads; the others are shared"
-            )
+            few = f"{len(short)} of {groups} key-value heads"
+            raise WorkbenchError(f"layer {self.layer} projects {few}; the others are shared")
         left, right = (w.repeat_interleave(heads // len(w), 0) for w in (left, right))
         return FactoredMatrix(left, right)
 
@@ -305,9 +303,8 @@ class JointAttention(Attention):
                 self.cross = getattr(self, "cross", None) or nn.ModuleDict()
                 modules[j] = self.cross[str(j)] = HookedModule()
         # the layers whose rotated queries, rotated keys and values the softmaxes read, and the modules of their hook points
-        self.attended: dict[str, dict[Source, HookedModule]] = {
-            name: {j: modules[j] for j in js} for name, js in wiring.attended.items()
-        }
+        attended = {name: {j: modules[j] for j in js} for name, js in wiring.attended.items()}
+        self.attended: dict[str, dict[Source, HookedModule]] = attended
         for name, js in self.attended.items():
             for module in js.values():
                 module.add_hook_points(name)

@@ -141,9 +141,8 @@ class TransformerAnatomy(Anatomy):
         for n in range(layer):
             attn = model.blocks[n].attn
             names += [f"blocks.{n}.hook_mlp_out", f"blocks.{n}.{'hook_attn_out' if by == 'layer' else 'attn.hook_z'}"]
-            names += (
-                [f"blocks.{n}.ln1_post.hook_scale"] if model.blocks[n].ln1_post is not None and by != "layer" else []
-            )
+            if model.blocks[n].ln1_post is not None and by != "layer":
+                names.append(f"blocks.{n}.ln1_post.hook_scale")
             if by == "value_path":
                 names += [f"blocks.{n}.attn.hook_{x}" for x in ("rot_q", "rot_k")]
                 names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []

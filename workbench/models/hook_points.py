@@ -150,9 +150,8 @@ class HookPoint(nn.Module):
     def _handles(self, dir: Direction) -> list[list[HookHandle]]:  # noqa: A002
         if dir not in ("fwd", "bwd", "both"):
             raise ValueError(f"dir is {dir!r}; give 'fwd', 'bwd' or 'both'")
-        return [
-            handles for name, handles in (("fwd", self.fwd_hooks), ("bwd", self.bwd_hooks)) if dir in (name, "both")
-        ]
+        by_name = {"fwd": self.fwd_hooks, "bwd": self.bwd_hooks}
+        return [handles for name, handles in by_name.items() if dir in (name, "both")]
 
     def clear_context(self) -> None:
         self.ctx = {}
@@ -288,10 +287,8 @@ class HookedRoot(nn.Module):
 
     def add_hook(self, name: HookName, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Register a hook at a hook point, or at all that a function of the name selects; see `HookPoint.add_hook`."""
-        for point in (
-            [self.hook_dict[name]] if isinstance(name, str) else [p for n, p in self.hook_dict.items() if name(n)]
-        ):
-            point.add_hook(hook, *args, **kwargs)
+        for selected in [name] if isinstance(name, str) else filter(name, self.hook_dict):
+            self.hook_dict[selected].add_hook(hook, *args, **kwargs)
 
     def add_perma_hook(self, name: HookName, hook: Callable[..., Any], dir: Literal["fwd", "bwd"] = "fwd") -> None:  # noqa: A002
         """Register a hook that only `reset_hooks(including_permanent=True)` removes."""

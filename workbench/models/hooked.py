@@ -54,9 +54,8 @@ def next_token_loss(logits: Tensor, tokens: Tensor, *, per_token: bool = False) 
     if logits.requires_grad or logits.numel() < MIN_LOGITS:
         wide = logits[:, :-1].float() if logits.dtype in (torch.float16, torch.bfloat16) else logits[:, :-1]
         try:
-            loss = F.cross_entropy(
-                wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none" if per_token else "mean"
-            )
+            how = "none" if per_token else "mean"
+            loss = F.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction=how)
         except IndexError:  # on a CPU; a GPU raises its own error later
             refuse_targets(tokens[:, 1:], logits.shape[-1])
             raise
@@ -265,9 +264,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         labels = torch.as_tensor(labels, device=ids.device)
         labels = labels[None] if labels.ndim == 1 else labels
         if labels.shape != ids.shape or labels.is_floating_point():
-            raise BadData(
-                f"labels of shape {tuple(labels.shape)}, {labels.dtype}: token ids {tuple(ids.shape)} or -100"
-            )
+            needed = f"token ids {tuple(ids.shape)} or -100"
+            raise BadData(f"labels of shape {tuple(labels.shape)}, {labels.dtype}: {needed}")
         counted = labels[:, 1:][labels[:, 1:] != IGNORED]
         if not len(counted) or int(counted.min()) < 0:
             raise BadData("labels after the first position are all -100, or negative: give token ids, -100 for no loss")
@@ -416,9 +414,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         if (length := ids.shape[1]) > (n_ctx := self.config.n_ctx):
             raise BadData(f"{length} tokens exceed the model's context of n_ctx={n_ctx}: shorten the text")
         device = self.embed.weight.device
-        if (
-            device != ids.device and ids.device.type == "cpu"
-        ):  # on a GPU a wrong id would end the process's CUDA context
+        if device != ids.device and ids.device.type == "cpu":  # on a GPU a wrong id would end the CUDA context
             self._refuse_ids(ids)
         return ids.to(device, torch.long)
 
@@ -481,9 +477,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             names = self.hook_names(names_filter)
             if names_filter is None and pos_slice is None:
                 names = [n for n in names if not n.endswith(QUADRATIC) or is_hooked(self.hook_dict[n])]
-            cache, forward, backward = self.get_caching_hooks(
-                names, incl_bwd, device, remove_batch_dim, None, pos_slice
-            )
+            settings = (incl_bwd, device, remove_batch_dim, None, pos_slice)
+            cache, forward, backward = self.get_caching_hooks(names, *settings)
             with self.hooks(forward, backward, reset_hooks_end, clear_contexts):
                 out = self(ids, **kwargs)
                 if incl_bwd:

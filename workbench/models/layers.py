@@ -154,6 +154,5 @@ class Rotary(nn.Module):
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate [batch, pos, head, d_head] by position; the signed sines include the sign of rot()."""
-    return (
-        x * rotation[0] + x.roll(x.shape[-1] // 2, -1) * rotation[1]
-    )  # unfused, for the rounding of the published code
+    # unfused, for the rounding of the published code
+    return x * rotation[0] + x.roll(x.shape[-1] // 2, -1) * rotation[1]

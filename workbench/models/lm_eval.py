@@ -61,9 +61,27 @@ class Harness:
         scores = iter(self._score(pairs))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
+    @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Return the greedy continuation of each (context, settings), up to a text in `until`, the end of a document or the limit."""
-        return [self._generate(*request.args) for request in requests]
+        texts = []
+        for context, given in (request.args for request in requests):
+            settings = dict(given or {})
+            if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+                raise WorkbenchError("generation is greedy here; set do_sample: false in the task")
+            until = settings.get("until") or []
+            stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+            room = min(int(settings.get("max_gen_toks", MAX_NEW)), self.longest - 1)
+            ids = ([*self.text.encode(context)] or [self.prefix])[-(self.longest - room) :]
+            new: list[int] = []
+            while len(new) < room and not any(stop in self.text.decode(new) for stop in stops):
+                token = int(self.model(torch.tensor([[*ids, *new]]))[0, -1].argmax())
+                if token == self.prefix:
+                    break
+                new.append(token)
+            text = self.text.decode(new)
+            texts.append(text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))])
+        return texts
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
@@ -88,26 +106,6 @@ class Harness:
                 each = log_p.gather(1, targets[:, None])
                 scored[i] = float(each.double().sum()), bool((log_p.argmax(-1) == targets).all())
         return scored
-
-    @torch.no_grad()
-    def _generate(self, context: str, settings: Any) -> str:
-        settings = dict(settings or {})
-        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
-            raise WorkbenchError("generation is greedy here; set do_sample: false in the task")
-        until = settings.get("until") or []
-        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-        room = min(int(settings.get("max_gen_toks", MAX_NEW)), self.longest - 1)
-        ids = ([*self.text.encode(context)] or [self.prefix])[-(self.longest - room) :]
-        new: list[int] = []
-        while len(new) < room:
-            token = int(self.model(torch.tensor([[*ids, *new]]))[0, -1].argmax())
-            if token == self.prefix:
-                break
-            new.append(token)
-            if any(stop in self.text.decode(new) for stop in stops):
-                break
-        text = self.text.decode(new)
-        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def for_lm_eval(model: Any, **settings: Any) -> Any:

@@ -25,9 +25,8 @@ def integer_option(name: str, value: object, allowed: Sequence[int], unit: str =
     if isinstance(value, int) and not isinstance(value, bool) and value in allowed:
         return value
     first, last, is_range = allowed[0], allowed[-1], isinstance(allowed, range)
-    choices = (
-        (f"{first}..{last}" if last < UNBOUNDED - 1 else f"{first} or more") if is_range else f"one of {list(allowed)}"
-    )
+    span = f"{first}..{last}" if last < UNBOUNDED - 1 else f"{first} or more"
+    choices = span if is_range else f"one of {list(allowed)}"
     nearest = ""
     if isinstance(value, Real) and math.isfinite(number := float(value)):
         near = min(max(int(number), first), last) if is_range else min(allowed, key=lambda n: abs(n - number))

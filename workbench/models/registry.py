@@ -34,9 +34,7 @@ class Architecture:
     plain: str  # the summary for readers who know no formula
     classes: tuple[str, ...] = ()
     """Its shortcuts as `file.Class` of the folder `architectures`, or as `package.module.Class` of another package."""
-    constants: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # published options that differ from the shortcuts' defaults
+    constants: Mapping[str, Any] = field(default_factory=dict)  # published options unlike the shortcuts' defaults
     neutral: Mapping[str, Any] | None = None  # options that make it the vanilla decoder; None if there are none
     value_path: bool = False  # whether it has a value path; an X-ray then does not suggest one
 

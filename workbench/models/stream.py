@@ -89,10 +89,9 @@ class Stream:
                 weights = self.used_weights(s + 1, used)
                 reads = {}
                 for name in state:
-                    terms = [(w, history[j].get(name, 0.0)) for w, j in zip(weights, sources, strict=True)]
-                    reads[name] = sum(
-                        (w * share for w, share in terms if isinstance(share, Tensor) or share), start=0.0
-                    )
+                    pairs = [(w, history[j].get(name, 0.0)) for w, j in zip(weights, sources, strict=True)]
+                    terms = (w * share for w, share in pairs if isinstance(share, Tensor) or share)
+                    reads[name] = sum(terms, start=0.0)
         return reads
 
     def used_weights(self, sublayer: int, used: Mapping[str, Tensor]) -> Sequence[Weight]:

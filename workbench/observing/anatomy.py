@@ -114,9 +114,8 @@ class ObservedAnatomy(Anatomy):
         outs: list[list[float]] = [[1.0]]  # weights of the first input and of each block's output, in each stream
         for n, arrives in enumerate(arriving):
             padded = [row + [0.0] * (n + 1 - len(row)) for row in outs]
-            first, *blocks = (
-                sum(w * row[i] for w, row in zip(arrives.weights, padded, strict=True)) for i in range(n + 1)
-            )
+            pairs = list(zip(arrives.weights, padded, strict=True))
+            first, *blocks = (sum(w * row[i] for w, row in pairs) for i in range(n + 1))
             keep, again = self.structure.layers[n].keeps if n < layer else (1.0, 0.0)
             outs.append([keep * first + again, *(keep * weight for weight in blocks), 1.0])
         counts = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
@@ -184,9 +183,8 @@ class ObservedAnatomy(Anatomy):
         paths = [p for p in self.paths if p.layer == n and p.into == into]
         if not all(p.exact for p in paths):
             what = "values" if into == "value" else "head outputs"
-            raise BadData(
-                f"layer {n} shows no value paths: its {what} hold more than what layers project, times one coefficient each"
-            )
+            more = "hold more than what layers project, times one coefficient each"
+            raise BadData(f"layer {n} shows no value paths: its {what} {more}")
         if (mixture := mixture_of(self.paths, n)).by_token and into == "value":
             return dict.fromkeys(mixture.order)  # weights are read from the run
         if any(p.head is not None for p in paths):

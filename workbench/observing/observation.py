@@ -79,9 +79,8 @@ def _observe(
     if not isinstance(module, nn.Module):
         advice = ": it is a graph without the model's modules, so observe the model that was exported"
         exported = type(module).__name__ == "ExportedProgram"
-        raise WorkbenchError(
-            f"observe needs a torch.nn.Module, not a {type(module).__name__}{advice if exported else ''}"
-        )
+        kind = f"{type(module).__name__}{advice if exported else ''}"
+        raise WorkbenchError(f"observe needs a torch.nn.Module, not a {kind}")
     if isinstance(module, Observed):
         raise WorkbenchError("this module is observed already")
     inner, notes = unwrapped(module)
@@ -91,11 +90,21 @@ def _observe(
     run = call or call_with_ids
     plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
-    notes += more + _packed_weights(inner)
+    notes += more
+    packed = [m for m in inner.modules() if hasattr(m, "_packed_params") and callable(getattr(m, "weight", None))]
+    if packed:  # quantised matrices without weight tensors
+        kind = f"torch.{type(packed[0]).__module__.partition('torch.')[2]}.{type(packed[0]).__name__}"
+        notes.append(
+            f"{len(packed)} matrices are {kind}, which packs its int8 weights: own values, value paths, W_O and the head are not "
+            "found; for these, observe the module before it is quantised"
+        )
     trace = _check_trace_changes_nothing(inner, run, plain, tokens)
     _refuse_few_ids(trace)
-    if COMPILED_NOTE not in notes and (note := _other_path(inner, run, plain, tokens)):
-        notes.append(note)
+    fused = any(isinstance(part, nn.TransformerEncoderLayer) for part in inner.modules())
+    if COMPILED_NOTE not in notes and (fused or "torch._dynamo" in sys.modules):  # its usual run may differ
+        with outside_inference_mode(), torch.no_grad():
+            is_same = same_tensors(run(inner, tokens), plain)
+        notes += [] if is_same else [FAST_PATH_NOTE if fused else COMPILED_NOTE]
     outer = module if hasattr(module, "_orig_mod") else inner
     lists = _block_lists(trace, lambda m: run(m, tokens), outer, plain)
     layout = find_layout(trace, lambda ids: run(inner, ids))
@@ -103,9 +112,7 @@ def _observe(
     batch_axes = find_batch_axes(inner, partial(run_all, inner), tokens, layout, sizes)
     if sizes is None:
         refuse_ambiguous_axes(trace)
-        notes.append(
-            "the module takes inputs of one size only: its axes are told apart by their lengths on the example tokens"
-        )
+        notes.append("the module takes inputs of one size only: lengths on the example tokens tell its axes apart")
     else:
         tokens = distinct_length(tokens, sizes.constants)
     recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes, lists, batch_axes)
@@ -184,29 +191,10 @@ def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module
     return APPLIED if near < far else IGNORED
 
 
-def _packed_weights(module: nn.Module) -> list[str]:
-    """Return a note on quantised matrices without weight tensors."""
-    packed = [
-        part for part in module.modules() if hasattr(part, "_packed_params") and callable(getattr(part, "weight", None))
-    ]
-    if not packed:
-        return []
-    kind = f"torch.{type(packed[0]).__module__.partition('torch.')[2]}.{type(packed[0]).__name__}"
-    return [
-        f"{len(packed)} matrices are {kind}, which packs its int8 weights: own values, value paths, W_O and the head are not found; for "
-        "these, observe the module before it is quantised"
-    ]
-
-
 def _recognizer(
-    call: Call,
-    example: Tensor,
-    blocks: str | Sequence[str] | None,
-    layout: Layout,
-    axes: AxesTable | None,
-    block_lists: str,
-    batch_axes: BatchAxes,
-) -> Recognize:
+    call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout, axes: AxesTable | None,
+    block_lists: str, batch_axes: BatchAxes,
+) -> Recognize:  # fmt: skip
     """Return a function that recognises structure and value paths in a traced run, by default on the example tokens."""
 
     def recognize(
@@ -219,10 +207,8 @@ def _recognizer(
         with torch.autocast(example.device.type, enabled=False):  # that of the run does not apply to later comparisons
             structure = recognize_decoder(trace, output, blocks)
             structure.block_lists = block_lists
-            return structure, [
-                *fit_value_paths(structure.layers, structure.tables),
-                *fit_streams(structure.arriving, structure.layers),
-            ]
+            paths = fit_value_paths(structure.layers, structure.tables)
+            return structure, [*paths, *fit_streams(structure.arriving, structure.layers)]
 
     return recognize
 
@@ -234,9 +220,18 @@ def _with_matrices_told_apart(
 
     A second run adds noise to the output of every matrix.
     """
+
+    def shares_columns(part: Part) -> bool:
+        """Return whether two of an attention's projections are some of the same columns of an output."""
+        columns: Counter[Any] = Counter()
+        for place in (place for place in (part.q, part.k, part.v) if place is not None):
+            numbers = range(place.columns.stop)[place.columns] if isinstance(place.columns, slice) else place.columns
+            columns.update((place.module, place.run, place.path, number) for number in numbers)
+        return max(columns.values(), default=0) > 1
+
     structure, paths = recognize(module, None)
     parts = [part for layer in structure.layers for part in layer.parts]
-    alike = has_alike_matrices(module) or any(map(_share_columns, parts))
+    alike = has_alike_matrices(module) or any(map(shares_columns, parts))
     if not alike and not any(part.attention.repeats > 1 for part in parts):
         return structure, paths
     noisy, noisy_paths = recognize(module, None, noisy=True)
@@ -249,15 +244,6 @@ def _with_matrices_told_apart(
     return structure, noisy_paths if alike and len(parts) == len(structure.layers) else paths
 
 
-def _share_columns(part: Part) -> bool:
-    """Return whether two of an attention's projections are some of the same columns of an output."""
-    columns: Counter[Any] = Counter()
-    for place in (place for place in (part.q, part.k, part.v) if place is not None):
-        numbers = range(place.columns.stop)[place.columns] if isinstance(place.columns, slice) else place.columns
-        columns.update((place.module, place.run, place.path, number) for number in numbers)
-    return max(columns.values(), default=0) > 1
-
-
 def _refuse_few_ids(trace: Trace) -> None:
     """Raise `BadData` if the tokens have too few different ids to tell tensors apart."""
     tables = [e for e in trace.executions if e.reads_tokens and is_matrix(trace, e)]
@@ -268,16 +254,6 @@ def _refuse_few_ids(trace: Trace) -> None:
             f"example tokens {shape} hold {len(ids)} different ids ({', '.join(map(str, ids))}), too few to tell tensors apart: "
             f"give text, or random ids as torch.randint(vocabulary, {shape})"
         )
-
-
-def _other_path(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> str:
-    """Return a note if its usual run differs from the eager one because of torch.compile or fused layers; else empty."""
-    fused = any(isinstance(part, nn.TransformerEncoderLayer) for part in module.modules())
-    if "torch._dynamo" not in sys.modules and not fused:
-        return ""
-    with outside_inference_mode(), torch.no_grad():
-        same = same_tensors(run(module, tokens), plain)
-    return "" if same else FAST_PATH_NOTE if fused else COMPILED_NOTE
 
 
 def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
@@ -306,9 +282,8 @@ def _call_for_all_positions(module: nn.Module, usual: Call, plain: Any, tokens: 
     name = next((n for n in ("targets", "labels") if n in inspect.signature(module.forward).parameters), None)
     if name is None:
         return usual, ["logits are of the last position only: no loss (pass observe() a call= that returns them all)"]
-    return (lambda m, ids, **more: m(ids, **{name: ids}, **more)), [
-        f"logits of every position come from calling it with {name}="
-    ]
+    note = f"logits of every position come from calling it with {name}="
+    return (lambda m, ids, **more: m(ids, **{name: ids}, **more)), [note]
 
 
 def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, tokens: Tensor) -> Trace:

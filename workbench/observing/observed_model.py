@@ -88,9 +88,8 @@ class Observed(HookedModel):
         self._segments: Segments | None = None  # documents of the attention statistics
         if structure.embed is not None:
             self.hook_embed = HookPoint()
-        self.blocks = nn.ModuleList(
-            BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers)
-        )
+        points = (BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers))
+        self.blocks = nn.ModuleList(points)
         if structure.head is not None:
             self.unembed = HeadPoints(foreign.get_submodule(structure.head.module))  # type: ignore[assignment]
         super().train(False)  # hook points have no mode; TransformerLens refuses them in training mode
@@ -296,10 +295,8 @@ class Observed(HookedModel):
     def save_pretrained(self, folder: str | Path, **options: Any) -> Any:
         """Save the module as its library does; raise `WorkbenchError` if it has no `save_pretrained`."""
         if not hasattr(self.foreign, "save_pretrained"):
-            name = type(self.foreign).__name__
-            raise WorkbenchError(
-                f"{name} has no save_pretrained: save the module's weights, torch.save(module.state_dict(), path)"
-            )
+            cure = "save the module's weights, torch.save(module.state_dict(), path)"
+            raise WorkbenchError(f"{type(self.foreign).__name__} has no save_pretrained: {cure}")
         return self.foreign.save_pretrained(folder, **options)
 
     def logits(self, tokens: Tensor, cache: Any = None, mask: Tensor | None = None) -> Tensor:
@@ -327,21 +324,17 @@ class Observed(HookedModel):
             return output
         except (RuntimeError, IndexError, AssertionError) as error:
             self._refuse_ids(tokens)
-            if self.config.n_ctx < UNLIMITED or (self.hook_state.enabled and self._reads(tokens)):
+            known = self.config.n_ctx < UNLIMITED
+            if not known and self.hook_state.enabled:
+                with contextlib.suppress(Exception), torch.no_grad():
+                    self._call(self.foreign, tokens)
+                    known = True  # it runs without hooks, so the error is a hook's
+            if known:
                 raise
             raise WorkbenchError(
                 f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
-
-    def _reads(self, tokens: Tensor) -> bool:
-        """Return whether the module runs on these ids without hooks, so that an error is a hook's."""
-        try:
-            with torch.no_grad():
-                self._call(self.foreign, tokens)
-        except Exception:
-            return False
-        return True
 
     def _warn_of_silent_hooks(self, run: HookedRun) -> None:
         """Warn of hook points with hooks that this run did not reach, with their layers."""
@@ -525,9 +518,8 @@ class _PlainCalls:
 
     def __init__(self, module: nn.Module, part: str, names: list[str]) -> None:
         self.module, self.names, self.thread = module, names, get_ident()
-        self.watched = dict.fromkeys(
-            (module, module.get_submodule(part))
-        )  # `part` runs in calls of the model without its head
+        # `part` runs in calls of the model without its head
+        self.watched = dict.fromkeys((module, module.get_submodule(part)))
 
     def begin(self) -> None:
         """Begin to watch, if there are hooks; compiled code of the module runs as plain Python, which calls these hooks."""

@@ -83,12 +83,8 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     if len(parts) == 1 and parts[0].latent is not None:
         yield "latent", *_place(parts[0].latent, "")
     sources, first = mixture.sources, 0 in mixture.sources
-    yield (
-        "first_v",
-        first,
-        call if first else "",
-        "" if first else f"see source.{sources[0]}" if sources else _NOT_MIXED,
-    )
+    elsewhere = f"see source.{sources[0]}" if sources else _NOT_MIXED
+    yield "first_v", first, *((call, "") if first else ("", elsewhere))
     if mixture.table:
         yield "table_v", True, mixture.table, ""
     if mixture.by_token:

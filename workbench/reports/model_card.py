@@ -74,13 +74,11 @@ def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
         pipeline_tag="text-generation" if run.tokenizer is not None else None,
     )
     source = {key: value for key, value in run.info["data"].items() if isinstance(value, str | int | list)}
-    trained = (
-        f"Trained on: {', '.join(f'{key} {json.dumps(value, ensure_ascii=False)}' for key, value in source.items())}."
-    )
+    source_text = ", ".join(f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in source.items())
     origin = {"run": run.name, "step": step, "weights": run.weights_hash(step), "made": run.info.get("created")}
     sections = {
         "Architecture": [*formulas(run.architecture), _settings(run.options), _settings(asdict(run.model))],
-        "Training": [trained, "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
+        "Training": [f"Trained on: {source_text}.", "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
         "Losses": [losses_text(run, step)],
         "Evaluation": [evaluation(harness or run.path / HARNESS, asked=harness is not None)],
         "Use": [USE.format(name=name, run=run.name)],
@@ -121,9 +119,8 @@ def losses_text(run: Run, step: int) -> str:
         seeds = f"{every.mean():.4f} ({every.min():.4f} to {every.max():.4f}), {len(every)}" if len(every) > 1 else "1"
         row = own.iloc[0]
         lines.append((data, f"{row['value']:.4f}", f"{row['se']:.4f}", f"{row['n']}", seeds))
-    return _table(
-        ("data", "loss in nats", "standard error", "documents", "mean over seeds (least to largest), seeds"), lines
-    )
+    head = ("data", "loss in nats", "standard error", "documents", "mean over seeds (least to largest), seeds")
+    return _table(head, lines)
 
 
 def _validated(run: Run, step: int) -> pd.DataFrame:

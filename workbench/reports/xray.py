@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -27,24 +27,13 @@ from workbench.names import ACTIVATIONS
 from workbench.plots.browser import screenshot
 from workbench.plots.experiments import after_the_first
 from workbench.plots.page import Page, heading, numbers_html, paragraph
-from workbench.reports.diagnosis import (
-    ALMOST,
-    TOKEN,
-    TokenName,
-    concentration_text,
-    pm,
-    residual_text,
-    sinks_text,
-    token_share_text,
-)
+from workbench.reports.xray_sentences import ALMOST, SENTENCES, TOKEN, TokenName, pm, residual_text, sinks_text
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model
 from workbench.statistics.sinks import FOUND_LENGTH, SINK_MASS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from workbench.data.sources import Sample
 
 METRICS = (
     "loss", "concentration_parts", "sink_mass", "sink_rate", "found_sinks", "value_drain", "hidden_peak", "token_identity_share",
@@ -158,12 +147,11 @@ def xray(
     """
     # torch and TransformerLens, which a page of stored records does not need
     from workbench.measurement.measuring import measure
+    from workbench.observing.recognition.value_paths import paths_in_words
 
     subject = run_or_model(thing, device)
-    given = (f" --text {data}" if isinstance(data, str | Path) else "") + (
-        f" --documents {n}" if n != DOCUMENTS else ""
-    )
-    given += (f" --length {T}" if T else "") + (" --layers" if layers else "")
+    given = f" --text {data}" if isinstance(data, str | Path) else ""
+    given += (f" --documents {n}" if n != DOCUMENTS else "") + (f" --length {T}" if T else "") + " --layers" * layers
     length, data = _length(subject, T, data), xray_data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in measurable(length)]
     if _no_loss(subject, data):
@@ -176,7 +164,9 @@ def xray(
     plan = {"last": names}
     if _has_init(subject):
         plan["first"] = [m for m in names if m not in (TOGETHER, BY_LAYER)]
-    once = partial(measure, subject, data=data, n=n, T=T, batch=_batch(subject, length), sites=SITES)
+    config = subject.model if isinstance(subject, Run) else subject.config
+    batch = min(BATCH, max(1, LOGITS // (length * config.d_vocab)))
+    once = partial(measure, subject, data=data, n=n, T=T, batch=batch, sites=SITES)
     frame = _measured(once, plan, progress)
     if sinks_elsewhere(frame):
         with warnings.catch_warnings():
@@ -184,13 +174,12 @@ def xray(
             frame = pd.concat([frame, once(metrics="value_drain", positions="found")], ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
-    found = answers(frame, _reasons(subject, data), _value_paths(subject), token_name(subject))
-    return XRay(name, tuple(found), frame, f"workbench xray {where}{given}", _coverage(subject))
-
-
-def _coverage(subject: Any) -> str:
-    """The share of an observed module that the answers cover, in a line; empty for our models."""
-    return "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)
+    fitted, path = getattr(subject, "fitted_paths", None), None
+    if fitted is not None and all(one.exact for one in fitted if one.into == "value"):
+        path = paths_in_words(fitted)
+    result = answers(frame, _reasons(subject, data), path, token_name(subject))
+    coverage = "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)
+    return XRay(name, tuple(result), frame, f"workbench xray {where}{given}", coverage)
 
 
 def sinks_elsewhere(frame: pd.DataFrame) -> bool:
@@ -215,21 +204,21 @@ def _measured(
     """Return the records of every step's metrics, the last step last; a read-only runs folder only causes a warning."""
     frames, unsent = list[pd.DataFrame](), list[OnlyHere]()
     for i, (step, metrics) in enumerate(plan.items()):
+
+        def part(done: int, total: int, what: str, before: int = i) -> None:
+            if progress:
+                progress(before + done, len(plan), what)
+
         try:
             with warnings.catch_warnings():  # the page says what a model does not show
                 warnings.simplefilter("ignore", NotMeasured)
-                frames.append(measure(metrics=metrics, steps=step, progress=_part(progress, i, len(plan))))
+                frames.append(measure(metrics=metrics, steps=step, progress=part))
         except OnlyHere as error:
             frames.append(error.made)
             unsent.append(error)
     if unsent:
         warn_caller(str(unsent[0]), NotSent)
     return pd.concat(frames[::-1], ignore_index=True)
-
-
-def _part(progress: Progress | None, before: int, parts: int) -> Progress | None:
-    """Convert the progress of one of several parts into overall progress."""
-    return progress and (lambda done, total, what: progress(before + done, parts, what))
 
 
 QUESTIONS = {
@@ -239,14 +228,6 @@ QUESTIONS = {
     "residual": "Loss change under value replacement",
 }
 """Titles of the four questions."""
-SENTENCES = {
-    "concentration": concentration_text,
-    "sinks": sinks_text,
-    "token_share": token_share_text,
-    "residual": residual_text,
-}
-
-
 READS = {"concentration": ("received",), "sinks": ("sink",), "token_share": ("own_v", "v"), "residual": ("own_v",)}
 """What a question asks of a layer."""
 
@@ -263,12 +244,12 @@ def answers(
         token: Name of a token id.
     """
     written = SENTENCES | {"sinks": partial(sinks_text, token=token), "residual": partial(residual_text, path=path)}
-    found = []
+    result = []
     for name, question in QUESTIONS.items():
         rows = rows_of(name, frame)
         why = "" if _shown(name, rows) else (reasons or {}).get(name, "")
-        found.append(Answer(question, written[name](frame) + why, drawn(name, rows), rows))
-    return found
+        result.append(Answer(question, written[name](frame) + why, drawn(name, rows), rows))
+    return result
 
 
 def _no_loss(subject: Any, data: Any) -> str:
@@ -277,10 +258,9 @@ def _no_loss(subject: Any, data: Any) -> str:
         return ""
     if structure.logits is None:
         return "the module gives no logits, so there is no loss"
-    last = int(data.ids.max()) if data is not None else 0
-    return (
-        f"ids go up to {last}, and the module gives {structure.predicted} logits" if last >= structure.predicted else ""
-    )
+    if data is None or (last := int(data.ids.max())) < structure.predicted:
+        return ""
+    return f"ids go up to {last}, and the module gives {structure.predicted} logits"
 
 
 def _reasons(subject: Any, data: Any) -> dict[str, str]:
@@ -292,16 +272,6 @@ def _reasons(subject: Any, data: Any) -> dict[str, str]:
     if why := _no_loss(subject, data):
         notes["residual"] = [why]
     return {question: f" Why: {found[0]}." for question, found in notes.items() if all(found)}
-
-
-def _value_paths(subject: Any) -> str | None:
-    """The value paths of an observed module in words; None where they are unknown."""
-    from workbench.observing.recognition.value_paths import paths_in_words
-
-    paths = getattr(subject, "fitted_paths", None)
-    if paths is None or not all(path.exact for path in paths if path.into == "value"):
-        return None
-    return paths_in_words(paths)
 
 
 def rows_of(name: str, frame: pd.DataFrame) -> pd.DataFrame:
@@ -331,20 +301,17 @@ def drawn(name: str, rows: pd.DataFrame) -> go.Figure:
     """A question's picture, of one model's rows or of a difference of two."""
     if not _shown(name, rows):
         return plots.dressed(go.Figure(), f"{QUESTIONS[name]}: nothing to draw", "not measurable here", 60)
-    figure = _picture(name, rows)
+    if name == "sinks":
+        figure = plots.sinks_figure(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
+    elif name == "token_share":
+        figure = plots.plot(rows, form="profile", title=f"Token identity share of {plots.site(rows['site'].iloc[0])}")
+    else:
+        figure = plots.concentration_figure(rows) if name == "concentration" else plots.ablation(rows)
     title = figure.layout.title
     if title.text != QUESTIONS[name] and name == "token_share":  # it names the values
         title.subtitle.text = f"{title.text}; {title.subtitle.text}"
     title.text = QUESTIONS[name]
     return figure
-
-
-def _picture(name: str, rows: pd.DataFrame) -> go.Figure:
-    if name == "sinks":
-        return plots.sinks_figure(rows[rows["metric"] == "sink_mass"], rows[rows["metric"] == "value_drain"])
-    if name == "token_share":
-        return plots.plot(rows, form="profile", title=f"Token identity share of {plots.site(rows['site'].iloc[0])}")
-    return plots.concentration_figure(rows) if name == "concentration" else plots.ablation(rows)
 
 
 OF_VALUES = ("value_drain", "token_identity_share")
@@ -389,11 +356,6 @@ def _cost(subject: Any, data: Any, n: int, T: int, layers: bool) -> str:
     return f"{cost}, through {sum(p.numel() for p in subject.parameters()):,} parameters: about {seconds:.0f} s here"
 
 
-def _batch(subject: Any, T: int) -> int:
-    config = subject.model if isinstance(subject, Run) else subject.config
-    return min(BATCH, max(1, LOGITS // (T * config.d_vocab)))
-
-
 def _length(subject: Any, T: int | None, data: Any) -> int:
     if hasattr(data, "shape"):
         return int(data.shape[-1])
@@ -401,19 +363,13 @@ def _length(subject: Any, T: int | None, data: Any) -> int:
 
 
 @dataclass(frozen=True)
-class _Halves:
-    """Ids [n, T] of which one half fills the table of token means and the other is measured."""
+class _OtherHalf:
+    """Ids [n, T] that fill the table of token means."""
 
     ids: Tensor
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
-        return self.ids[len(self.ids) // 2 :]
-
-    def sample(self) -> Sample:
-        from workbench.data.sources import Sample
-
-        half = self.ids[: len(self.ids) // 2]
-        return Sample(half, list(range(len(half))), "given ids", "ids", self)
+        return self.ids
 
 
 def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
@@ -429,20 +385,19 @@ def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
         ids = torch.as_tensor(data)
         if ids.ndim != 2 or len(ids) < 4:
             raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
-        return _Halves(ids.long().cpu()).sample()
+        measured, others = ids[: len(ids) // 2].long().cpu(), ids[len(ids) // 2 :].long().cpu()
+        return Sample(measured, list(range(len(measured))), "given ids", "ids", _OtherHalf(others))
     tokenizer = subject.tokenizer
     if isinstance(data, str | Path) and Path(data).suffix == ".bin":
         config = subject.model if isinstance(subject, Run) else subject.config
         source: TextData | TokenData = open_tokens([data], config.d_vocab)
     elif tokenizer is None:
-        raise BadData(
-            "this model came without a tokenizer and without data: give token ids [n, T] as data=, or a .bin file of ids (--text)"
-        )
+        ways = "give token ids [n, T] as data=, or a .bin file of ids (--text)"
+        raise BadData(f"this model came without a tokenizer and without data: {ways}")
     elif data is None:
         source = TextData(embedded(), tokenizer)
     elif Path(data).exists():
         source = TextData(from_files([data]), tokenizer)
     else:
         raise WorkbenchError(f"{data}: no such file; give a file or a folder of text, or ids")
-    found = source.sample(n, _length(subject, T, data))
-    return Sample(found.ids, found.documents, found.label, found.kind, source)
+    return replace(source.sample(n, _length(subject, T, data)), source=source)

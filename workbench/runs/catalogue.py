@@ -77,9 +77,8 @@ class Entry:
     @property
     def finished(self) -> bool:
         """True if it was trained to its recipe's last step."""
-        return (
-            self.imported or self.shipped or self.kind == "log" or (self.kind != "recorded" and self.last in self.steps)
-        )
+        complete = self.kind != "recorded" and self.last in self.steps
+        return complete or self.imported or self.shipped or self.kind == "log"
 
     @property
     def being_written(self) -> bool:
@@ -120,20 +119,18 @@ class Catalogue:
         return hash(tuple((e.path, e.series, e.stamp) for e in self.entries))
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in (e.name, e.series, e.seed, e.title, e.last))}</tr>"
-            for e in self.entries
-        )
-        head = "".join(f"<th>{name}</th>" for name in ("run", "model", "seed", "experiment", "steps"))
+        columns = {"run": "name", "model": "series", "seed": "seed", "experiment": "title", "steps": "last"}
+        lines = [[f"<td>{escape(str(getattr(e, name)))}</td>" for name in columns.values()] for e in self.entries]
+        rows = "".join(f"<tr>{''.join(cells)}</tr>" for cells in [[f"<th>{name}</th>" for name in columns], *lines])
         facts = {"folder": self.folder, "runs": len(self.entries), **self.problems}
-        return notebook_html("runs", facts, f"<table><tr>{head}</tr>{rows}</table>")
+        return notebook_html("runs", facts, f"<table>{rows}</table>")
 
     def entry(self, name: str) -> Entry:
         """Return the run of this name; raises `UnknownName` with the nearest names."""
-        match = next((e for e in self.entries if e.name == name), None)
-        if match is None:
-            raise UnknownName("run", name, [e.name for e in self.entries])
-        return match
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise UnknownName("run", name, [e.name for e in self.entries])
 
 
 def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
@@ -155,7 +152,13 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
         folders, others = _folders(str(root), old.by_path, old.others)
     except OSError as error:
         return Catalogue(str(root), (), {root.name: f"the folder of runs cannot be read: {error.strerror or error}"})
-    rewritten = _rewritten(old)
+    rewritten, left = set[str](), LOOKS  # with a table that was overwritten in place, of those whose turn it is
+    for _ in old.entries:
+        if left > 0:
+            entry = old.entries[old.turn % len(old.entries)]
+            newest, many = _tables(entry.path)
+            old.turn, left = old.turn + 1, left - many - 1
+            rewritten |= {entry.path} if newest != entry.stamp[len(PLACES)] else set()
     for path in folders:
         before = old.by_path.get(path)
         if before and before.settled and before.stamp[: len(PLACES)] == _stamp(path) and path not in rewritten:
@@ -203,20 +206,6 @@ def _tables(path: str) -> tuple[int, int]:
     return newest, many
 
 
-def _rewritten(known: Catalogue) -> set[str]:
-    """Return the paths of runs with a table that was overwritten in place, among those whose turn it is."""
-    paths, left = set(), LOOKS
-    for _ in known.entries:
-        if left <= 0:
-            break
-        entry = known.entries[known.turn % len(known.entries)]
-        newest, many = _tables(entry.path)
-        known.turn, left = known.turn + 1, left - many - 1
-        if newest != entry.stamp[len(PLACES)]:
-            paths.add(entry.path)
-    return paths
-
-
 def _folders(root: str, known: Mapping[str, Entry], before: dict[str, int]) -> tuple[list[str], dict[str, int]]:
     """Return folders that look like runs, also inside studies, in order; and other folders with their times."""
     runs, others = list[str](), dict[str, int]()
@@ -246,9 +235,8 @@ def _sound(entry: Entry) -> Entry:
         wide = key not in TIMES and any(isinstance(part, int) and abs(part) > MAX_WHOLE for part in parts)
         if wide or not all(isinstance(part, kind) for part in parts):
             raise BadData(f"{key} of run {entry.name} cannot be used: {str(value)[:80]}")
-    json.dumps(
-        dataclasses.asdict(entry), ensure_ascii=False
-    ).encode()  # raises for text that is not Unicode, endless nesting
+    # raises for text that is not Unicode, endless nesting
+    json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()
     return entry
 
 
@@ -311,9 +299,7 @@ def named_series(entries: list[Entry]) -> Iterable[Entry]:
         differing = sorted(k for k in options if any(other.options.get(k) != options[k] for other in alike))
         suffix = "".join(f" {k}={in_short(options[k])}" for k in differing)
         if entry.imported and sum(other.seed == entry.seed for other in alike) == len(alike):
-            suffix += (
-                f" · {entry.name}"  # seeds that were given group runs of one model; others are models of their own
-            )
+            suffix += f" · {entry.name}"  # runs of one seed are models of their own
         yield dataclasses.replace(entry, series=entry.architecture + suffix)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints import builders, hub
-from workbench.checkpoints.format import Format, formats
+from workbench.checkpoints.format import formats
 from workbench.checkpoints.identify import RUN_FILE, WEIGHTS, Checkpoint, checkpoints_at, is_checkpoint, step_in_name
 from workbench.checkpoints.infer import Given
 from workbench.checkpoints.lora import read_merged
@@ -74,15 +74,26 @@ def import_run(
                     odd = sorted(n for n in one.keys() | other.keys() if one.get(n) != other.get(n))
                     one, other = ({n: shapes.get(n, "absent") for n in odd[:3]} for shapes in (one, other))
                 raise BadCheckpoint(f"{only} and {source} are not steps of one model: {what} {one} and {other}")
-            first |= (
-                facts if first["observed"] else {}
-            )  # options inferred from values are most reliable in trained weights
+            first |= facts if first["observed"] else {}  # values of trained weights give the most reliable options
             first["seed"] = first["seed"] or 0
             origin = {k: model.source[k] for k in ("path", "format", "step", "stripped", "sha256") if k in model.source}
             first.setdefault("origins", {})[step] = origin
-            _keep(model, folder / f"step_{step:06d}", seed=first["seed"], step=step, run=name, origin=origin)
-        _copy_tokenizer(source, folder, first["config"].d_vocab, formats().get(first["form"]))
-        shape = first["config"]
+            to, provenance = folder / f"step_{step:06d}", {"seed": first["seed"], "step": step, "run": name}
+            if not isinstance(model, Observed):
+                save(model, to, origin=origin, **provenance)
+            elif builder:
+                builders.save_observed(model, to, origin=origin, **provenance)
+            else:
+                with quiet():
+                    model.foreign.save_pretrained(to, max_shard_size="1000TB")  # one file, as in all steps
+        shape, form = first["config"], formats().get(first["form"])
+        beside = source if source.is_dir() else source.parent
+        if form and form.tokenizer:
+            if (tokenizer := form.tokenizer(source, shape.d_vocab)) is not None:
+                export_tokenizer(tokenizer, folder, LENGTH)
+        elif tokenizer_beside(beside, shape.d_vocab) is not None:
+            for file in [file for file in (TOKENIZER, SETTINGS) if (beside / file).exists()]:
+                shutil.copyfile(beside / file, folder / file)
         write_json(folder / RUN_FILE, {
             "format": FORMAT, "architecture": first["architecture"], "options": first["options"], "seed": first["seed"],
             "model": asdict(shape), "train": asdict(TrainConfig(steps=step or 1, batch=1, T=min(LENGTH, shape.n_ctx))),
@@ -108,17 +119,6 @@ def _facts(model: Transformer | Observed) -> dict[str, Any]:
     return facts
 
 
-def _keep(model: Transformer | Observed, folder: Path, **provenance: Any) -> None:
-    """Write a step: our model as always, another library's model as it saves itself, a builder's with its settings."""
-    if isinstance(model, Observed) and "builder" in model.source:
-        builders.save_observed(model, folder, **provenance)
-    elif isinstance(model, Observed):
-        with quiet():
-            model.foreign.save_pretrained(folder, max_shard_size="1000TB")  # one file, as in all steps
-    else:
-        save(model, folder, **provenance)
-
-
 def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkpoint]:
     """Return the checkpoints to import, by step; a single checkpoint without a step is step 0."""
     path = location.path
@@ -127,10 +127,8 @@ def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkp
     options: dict[str, Any] = {"key": key, "strip_prefix": strip_prefix, "mirror": location.mirror}
     checkpoints = [replace(checkpoint, **options) for checkpoint in checkpoints_at(location)]
     if len(checkpoints) == 1 and (folder := checkpoints[0].path).is_dir() and folder == path:
-        steps = sorted(
-            p.name for p in folder.iterdir() if p.is_dir() and is_checkpoint(p) and step_in_name(p) is not None
-        )
-        if steps:
+        inner = (p for p in folder.iterdir() if p.is_dir() and is_checkpoint(p))
+        if steps := sorted(p.name for p in inner if step_in_name(p) is not None):
             raise WorkbenchError(
                 f"{path} holds a final model beside the steps {', '.join(steps)}: give '{folder / 'checkpoint-*'}' for the series, or "
                 f"{folder / WEIGHTS} for the final model alone"
@@ -139,18 +137,6 @@ def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkp
         return checkpoints
     step = read_merged(checkpoints[0]).info.step or 0
     return [replace(checkpoints[0], path=checkpoints[0].path.resolve(), step=step)]
-
-
-def _copy_tokenizer(last: Path, to: Path, d_vocab: int, form: Format | None) -> None:
-    if form and form.tokenizer:
-        if (tokenizer := form.tokenizer(last, d_vocab)) is not None:
-            export_tokenizer(tokenizer, to, LENGTH)
-        return
-    beside = last if last.is_dir() else last.parent
-    if tokenizer_beside(beside, d_vocab) is not None:
-        for name in (TOKENIZER, SETTINGS):
-            if (beside / name).exists():
-                shutil.copyfile(beside / name, to / name)
 
 
 @contextmanager

@@ -70,9 +70,8 @@ class Index:
         asked += " AND run IN (SELECT value FROM json_each(?))" if names else ""
         with contextlib.suppress(sqlite3.Error, UnicodeError), self._opened("ro") as database:
             columns = "kind, metric, run, state, value, checksum"
-            for *row, checksum in database.execute(
-                f"SELECT {columns} FROM part WHERE {asked}", (kind, json.dumps(list(metrics)), *names)
-            ):
+            values = (kind, json.dumps(list(metrics)), *names)
+            for *row, checksum in database.execute(f"SELECT {columns} FROM part WHERE {asked}", values):
                 result = IndexRow(*row)
                 if all(map(isinstance, result, (str, str, str, str, bytes))) and result.checksum == checksum:
                     yield result

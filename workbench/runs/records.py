@@ -7,7 +7,6 @@ of a run (`newest`), as its provenance states it, and `one_sample` then selects 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +39,6 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """One value per document, for resampling; stored for records without a position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
-MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the checksum
 OWN_DATA = r"(train|validation)(/|$)"
 """Names of a run's own data; other data are named by their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
@@ -84,9 +82,7 @@ def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) ->
 
 def typed(frame: pd.DataFrame, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """Return the table with exactly these columns in their documented types; absent columns are null."""
-    kinds: dict[str, Any] = {
-        name: "str" if name in TEXT else "Int64" if name in WHOLE else "float64" for name in columns
-    }
+    kinds: dict[str, Any] = {n: "str" if n in TEXT else "Int64" if n in WHOLE else "float64" for n in columns}
     absent = [None] * len(frame)
     arrays = {  # arrays take a third of the time of `DataFrame.astype`
         name: frame[name].array.astype(kind, copy=False) if name in frame else pd.array(absent, dtype=kind)
@@ -103,20 +99,11 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_table(table: pa.Table, path: Path, **how: Any) -> None:
-    """Write an Arrow table atomically; `how` goes to pyarrow's `write_table`.
-
-    Parquet has checksums of pages, but not of headers and the footer, and Arrow ends the process on some damaged footers. A
-    checksum of all other bytes is inserted before the footer, where other readers skip it.
-    """
-    import pyarrow as pa
+    """Write an Arrow table atomically, with a checksum of every page; `how` goes to pyarrow's `write_table`."""
     import pyarrow.parquet as pq
 
-    written = pa.BufferOutputStream()
-    pq.write_table(table, written, write_page_checksum=True, **how)
-    data = written.getvalue().to_pybytes()
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    with replacing(path) as part:
-        part.write_bytes(data[:footer] + MARK + table_sum(data) + data[footer:])
+    with replacing(path) as part, part.open("wb") as file:
+        pq.write_table(table, file, write_page_checksum=True, **how)
 
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
@@ -124,47 +111,26 @@ def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed
     return typed(read_tables(list(paths), needed).to_pandas(), columns)
 
 
-def table_sum(data: bytes) -> bytes:
-    """Return the checksum of a file's bytes, `SUM` bytes long."""
-    return hashlib.blake2b(data, digest_size=SUM).digest()
-
-
-def table_bytes(path: Path) -> bytes:
-    """Read a table's file; raises `OSError` if it is too large or its checksum fails.
-
-    A file without a checksum is accepted: other programs and old versions write none.
-    """
-    data = read_bytes(path, MAX_TABLE)
-    if (at := data.rfind(MARK)) >= 0:
-        rest = at + len(MARK) + SUM
-        if table_sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
-            raise OSError("its bytes are not those that were written; copy it again")
-    return data
-
-
 def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequence[str] = ()) -> pa.Table:
     """Read the rows of some files, texts dictionary-encoded; empty columns and those named in `without` are left out."""
     import pyarrow as pa
 
-    tables = [_columns(file, needed, without) for file in files]
+    tables = []
+    for path in files:
+        with opened_table(path, [c for c in TEXT if c not in without]) as file:
+            if missing := set(needed) - set(file.schema_arrow.names):
+                raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
+            names = dict.fromkeys(needed)
+            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+                for column in map(group.column, range(group.num_columns)):
+                    if column.statistics is None or column.statistics.null_count < group.num_rows:
+                        names[column.path_in_schema] = None
+            tables.append(file.read(columns=[name for name in names if name not in without], use_threads=False))
     try:  # checking all files together takes a third of the time
         return encoded(checked_records(concatenated(tables), files[0].parent, needed)) if files else pa.table({})
     except (BadCheckpoint, pa.ArrowException):  # a file is damaged or has columns of other types
-        return concatenated(
-            [encoded(checked_records(table, file, needed)) for table, file in zip(tables, files, strict=True)]
-        )
-
-
-def _columns(path: Path, needed: Sequence[str], without: Sequence[str]) -> pa.Table:
-    with opened_table(path, [c for c in TEXT if c not in without]) as file:
-        if missing := set(needed) - set(file.schema_arrow.names):
-            raise BadCheckpoint(f"{path} is no table of records: it has no {' and no '.join(sorted(missing))}")
-        names = dict.fromkeys(needed)
-        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-            for column in map(group.column, range(group.num_columns)):
-                if column.statistics is None or column.statistics.null_count < group.num_rows:
-                    names[column.path_in_schema] = None
-        return file.read(columns=[name for name in names if name not in without], use_threads=False)
+        checked = [checked_records(table, path, needed) for table, path in zip(tables, files, strict=True)]
+        return concatenated([encoded(table) for table in checked])
 
 
 def encoded(table: pa.Table) -> pa.Table:
@@ -191,27 +157,20 @@ def concatenated(tables: Sequence[pa.Table]) -> pa.Table:
 
 @contextmanager
 def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """Open a table's file and verify its checksums; the columns `numbered` are read as dictionaries."""
+    """Open a table's file; the columns `numbered` are read as dictionaries. Raises `BadCheckpoint` for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     how: dict[str, Any] = {"page_checksum_verification": True, "pre_buffer": False}
     try:
-        content = pa.BufferReader(table_bytes(path))  # half the time of reading these small files by path
+        content = pa.BufferReader(read_bytes(path, MAX_TABLE))  # half the time of reading these small files by path
         try:
             file = pq.ParquetFile(content, read_dictionary=list(numbered), **how)
         except KeyError:  # a table without one of them
             file = pq.ParquetFile(content, **how)
         yield file
-    except damage() as error:
+    except (OSError, KeyError, UnicodeDecodeError, pa.ArrowException) as error:  # a name of a column need not be text
         raise BadCheckpoint(f"cannot read {path}: {error}") from error
-
-
-def damage() -> tuple[type[Exception], ...]:
-    """Return the errors of a damaged Parquet file; its column names need not be text."""
-    import pyarrow as pa
-
-    return OSError, KeyError, UnicodeDecodeError, pa.ArrowException
 
 
 def checked_records(table: Any, path: Path, needed: Sequence[str] = ()) -> Any:

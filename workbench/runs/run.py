@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -29,10 +30,10 @@ from workbench.config import ModelConfig, ObservedConfig, TrainConfig
 from workbench.console import notebook_html
 from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
-from workbench.files import digest, open_regular, read_bytes, read_json
+from workbench.files import digest, open_regular, read_bytes, read_json, write_json
 from workbench.runs.records import NEEDED, Store, metrics_of, read_parquet
 from workbench.storage.locations import Location, locate
-from workbench.storage.mirror import address_of, folder, reading, refresh
+from workbench.storage.mirror import address_of, folder, push, reading, refresh
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -275,6 +276,22 @@ def run_or_model(source: Any, device: Any = None) -> Any:
     from workbench.checkpoints.opening import load  # imports torch
 
     return load(location, device=device)
+
+
+@functools.lru_cache(maxsize=2)
+def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
+    """Return a corpus and its tokenizer, built once per folder of runs; `settings` go to `prepare`, `name` names its file."""
+    from workbench.data.sources import open_data, prepare
+
+    root = runs / CORPORA
+    root.mkdir(parents=True, exist_ok=True)
+    pointer = root / f"{name or digest('text', settings)}.json"
+    with reading(root):
+        with FileLock(root / ".lock"):
+            if not pointer.exists():
+                write_json(pointer, prepare(root=root, **settings).describe())
+                push(root)
+        return open_data(read_json(pointer), root)
 
 
 def is_locked(path: Path) -> bool:

@@ -100,9 +100,8 @@ class MlflowSink:
         if matches:
             self.id = matches[0].info.run_id
             for name in matches[0].data.metrics:
-                self.sent |= {
-                    (name, m.step, _comparable(m.value)) for m in self.client.get_metric_history(self.id, name)
-                }
+                history = self.client.get_metric_history(self.id, name)
+                self.sent |= {(name, m.step, _comparable(m.value)) for m in history}
             self.client.update_run(self.id, status="RUNNING")
             return
         made = self.client.create_run(experiment, tags={"workbench.run": own}, run_name=folder.name)
@@ -115,11 +114,8 @@ class MlflowSink:
         """Send those numbers of a step that the server lacks, in requests of at most `FITS`."""
         now = int(time.time() * 1000)
         named = ((re.sub(r"[^\w\-. /]", "_", tag(row))[:LONGEST], float(row["value"])) for row in rows)
-        new = [
-            self.metric(name, value, now, step)
-            for name, value in named
-            if (name, step, _comparable(value)) not in self.sent
-        ]
+        unsent = [(name, value) for name, value in named if (name, step, _comparable(value)) not in self.sent]
+        new = [self.metric(name, value, now, step) for name, value in unsent]
         for i in range(0, len(new), FITS):
             self.client.log_batch(self.id, metrics=new[i : i + FITS])
 

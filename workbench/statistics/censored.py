@@ -49,20 +49,19 @@ def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:
         return over_seeds(steps)
     from scipy import stats
 
-    scores = _log_rank_scores(pd.concat([method, baseline], ignore_index=True))
+    scores = log_rank_scores(pd.concat([method, baseline], ignore_index=True))
     own, others = scores[: len(shared)], scores[len(shared) :]
     test = stats.permutation_test(
         (own, others), lambda a, b, axis: a.sum(axis) - b.sum(axis), vectorized=True, n_resamples=PERMUTATIONS, rng=0
     )
     mean, names = float(steps.mean()), tuple(map(str, steps.index))
     agree = mean * float(own.sum() - others.sum()) < 0  # fewer events than expected: later
-    return Interval(
-        mean, math.nan, math.nan, len(steps), float(test.pvalue) if agree else 1.0, tuple(steps.tolist()), names
-    )
+    p = float(test.pvalue) if agree else 1.0
+    return Interval(mean, math.nan, math.nan, len(steps), p, tuple(steps.tolist()), names)
 
 
-def _log_rank_scores(runs: pd.DataFrame) -> np.ndarray:
-    """Events minus expected events, by run; their sum over a group is the numerator of the log-rank statistic."""
+def log_rank_scores(runs: pd.DataFrame) -> np.ndarray:
+    """Return events minus expected events by run; their sum over a group is the numerator of the log-rank statistic."""
     at, formed = runs["at"].to_numpy(dtype=float), runs["formed"].to_numpy(dtype=bool)
     times = np.unique(at[formed])
     hazards = np.array([(formed & (at == t)).sum() / (at >= t).sum() for t in times])

@@ -44,9 +44,8 @@ def trim(keep: Path) -> None:
     for mirror in mirrors():
         for unit in mirror.units():
             with mirror.notes(unit) as notes:
-                stats = [
-                    (name, (mirror.root / name).stat()) for name in notes if heavy(name) and mirror.clean(name, notes)
-                ]
+                clean = [name for name in notes if heavy(name) and mirror.clean(name, notes)]
+                stats = [(name, (mirror.root / name).stat()) for name in clean]
             held += [(stat.st_atime_ns, stat.st_size, mirror, unit, name) for name, stat in stats]
     over = sum(size for _, size, *_ in held) - limit()
     for _, size, mirror, unit, name in sorted(held, key=lambda one: one[0]):

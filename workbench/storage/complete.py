@@ -28,12 +28,18 @@ def add_data(source: Path) -> Path:
             inside = source / "data" if (source / "data").is_dir() else source
             shutil.copytree(inside, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".index*", ".pins*"))
         else:
-            _extract(source, part)
+            with tarfile.open(source) as file:
+                for member in file:
+                    parts = PurePosixPath(member.name).parts
+                    content = file.extractfile(member) if parts[1:2] == ("data",) and member.isreg() else None
+                    if content is not None and ".." not in parts:
+                        (copy := part.joinpath(*parts[2:])).parent.mkdir(parents=True, exist_ok=True)
+                        with content, copy.open("wb") as out:
+                            shutil.copyfileobj(content, out)
         readme = part / README
         if not readme.is_file() or readme.read_bytes() != (SHIPPED / README).read_bytes():
-            raise BadCheckpoint(
-                f"{source} has no shipped data of this version: give a clone or the .tar.gz of the same version"
-            )
+            cure = "give a clone or the .tar.gz of the same version"
+            raise BadCheckpoint(f"{source} has no shipped data of this version: {cure}")
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
     except (OSError, tarfile.TarError) as error:
@@ -41,17 +47,3 @@ def add_data(source: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return place
-
-
-def _extract(archive: Path, folder: Path) -> None:
-    """Write the files under `data/` of a source distribution."""
-    with tarfile.open(archive) as file:
-        for member in file:
-            parts = PurePosixPath(member.name).parts
-            content = file.extractfile(member) if parts[1:2] == ("data",) and member.isreg() else None
-            if content is None or ".." in parts:
-                continue
-            place = folder.joinpath(*parts[2:])
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with content, place.open("wb") as copy:
-                shutil.copyfileobj(content, copy)

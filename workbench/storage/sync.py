@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +28,7 @@ from workbench.storage.remote import Remote, remote
 NOTES, SOURCE, LEASES, CORPORA = ".remote", "url", "leases", ".corpora"
 RUN, STEP = "run.json", "config.json"
 HEAVY = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-LONGEST_NAME, LONGEST_PATH, DEEPEST = (
-    255,
-    4000,
-    100,
-)  # bytes of a file's name and path on common disks; folders in each other
+LONGEST_NAME, LONGEST_PATH, DEEPEST = 255, 4000, 100  # bytes of a name and a path on common disks; nested folders
 LONGEST_UNIT = 200  # bytes of a run's name in the name of its notes
 
 
@@ -124,12 +119,7 @@ class Lease:
 
 def cache() -> Path:
     """Return the folder of mirrors: in `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    return _resolved(os.environ.get(CACHE), os.environ.get(XDG_CACHE))
-
-
-@functools.lru_cache(maxsize=8)
-def _resolved(cache: str | None, user_cache: str | None) -> Path:
-    return cache_folder(cache, user_cache) / "mirrors"
+    return cache_folder(os.environ.get(CACHE), os.environ.get(XDG_CACHE)) / "mirrors"
 
 
 def root_of(url: str) -> Path:
@@ -154,9 +144,8 @@ def _opened(root: Path) -> Mirror:
     place = root / NOTES / SOURCE
     url = str(read_json(place).get("url"))
     if root_of(url) != root:
-        raise BadCheckpoint(
-            f"{place} names {url[:200]!r}, which is not the URL that {root} was made for; remove that folder"
-        )
+        cure = f"which is not the URL that {root} was made for; remove that folder"
+        raise BadCheckpoint(f"{place} names {url[:200]!r}, {cure}")
     return Mirror(root, url)
 
 
@@ -175,7 +164,7 @@ def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
 
     Files that this disk cannot hold are left out with a warning, and so are unreadable ones outside of a single run.
     """
-    there, left_out = _usable(mirror, mirror.remote.listed(under))
+    there, left_out = usable_files(mirror, mirror.remote.listed(under))
     fetched = False
     for unit in sorted({*map(unit_of, there), *([unit_of(under)] if under else mirror.units())}):
         with mirror.notes(unit) as notes:
@@ -205,7 +194,7 @@ def pull(mirror: Mirror, under: str, with_heavy: bool) -> bool:
     return fetched
 
 
-def _usable(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def usable_files(mirror: Mirror, listed: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the marks of files that this disk can hold, and the reasons why it cannot hold the others, by name."""
     visible = {name: mark for name, mark in listed.items() if _is_synchronised(name)}
     folders = {str(parent) for name in visible for parent in PurePosixPath(name).parents}

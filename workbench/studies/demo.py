@@ -17,7 +17,7 @@ from typing import Any
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import WorkbenchError
 from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
-from workbench.runs.corpora import shared_text
+from workbench.runs.run import RUN_FILE, Run, shared_text
 
 STATUS = ".demo.json"
 # one head and a two-neuron MLP: with more, other parts take over what the resting head is for
@@ -69,7 +69,6 @@ def finished(job: Job) -> bool:
     """Return whether a job's model is trained with these settings and measured."""
     from workbench.runs.catalogue import DAMAGE
     from workbench.runs.records import load_records
-    from workbench.runs.run import RUN_FILE, Run
 
     experiment, _, _, runs, quick, _ = job.arguments
     if not (runs / job.name / RUN_FILE).exists():
@@ -139,7 +138,6 @@ class Watch:
 
     def __call__(self, *_: Any) -> None:
         from workbench.measurement.measuring import measure
-        from workbench.runs.run import Run
 
         run = Run.open(self.path)
         if new := [step for step in run.steps if step not in self.seen]:

@@ -16,9 +16,8 @@ from workbench.claims.verdict import judge_differences
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
-from workbench.runs.corpora import shared_text
 from workbench.runs.records import load_records, write_parquet
-from workbench.runs.run import CORPORA, RUN_FILE, Run
+from workbench.runs.run import CORPORA, RUN_FILE, Run, shared_text
 from workbench.statistics.censored import censored, compare_steps, formed_in
 from workbench.statistics.formation import formation_steps, sink_step
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
@@ -61,9 +60,8 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
     """Cells of a study at each model's best learning rate in the finished study of other seeds that `rates_from` names."""
     other = read_study(find_study(str(study.rates_from)))
     if shared := sorted(set(other.seeds) & set(study.seeds)):
-        raise WorkbenchError(
-            f"{study.name} takes its rates from {other.name}, which has the same seeds {shared}; give others"
-        )
+        why = f"which has the same seeds {shared}; give others"
+        raise WorkbenchError(f"{study.name} takes its rates from {other.name}, {why}")
     tried = plan(other, runs)
     places = [runs / run.name for run in tried]
     if absent := [path for path in places if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
@@ -75,9 +73,8 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
     means = losses.groupby(["model", "rate"])["validation_loss"].agg(lambda x: x.mean(skipna=False)).dropna()
     best = {str(model): float(rate) for model, rate in means.groupby("model").idxmin()}
     if untried := [cell.model for cell in study.cells if cell.model not in best]:
-        raise WorkbenchError(
-            f"{other.name} has not tried {untried[0]}, whose rate {study.name} takes from it; add it there"
-        )
+        cure = f"whose rate {study.name} takes from it; add it there"
+        raise WorkbenchError(f"{other.name} has not tried {untried[0]}, {cure}")
     recipes = [{**cell.settings["recipe"], "lr": best[cell.model]} for cell in study.cells]
     settings = [{**cell.settings, "recipe": recipe} for cell, recipe in zip(study.cells, recipes, strict=True)]
     return [dataclasses.replace(cell, settings=each) for cell, each in zip(study.cells, settings, strict=True)]

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,8 @@ def ship(
     asked, runs = chosen(questions), unpacked(runs)
     planned = [runs / run.name for run in plan(study, runs)]
     if absent := [path.name for path in planned if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
-        raise WorkbenchError(
-            f"{len(absent)} of {len(planned)} runs of {study.name} are not finished, first {absent[0]}"
-        )
+        few = f"{len(absent)} of {len(planned)} runs"
+        raise WorkbenchError(f"{few} of {study.name} are not finished, first {absent[0]}")
     metrics = {name for claim in asked for name in claim.metrics} | set(study.measure.get("metrics") or ())
     place, opened = out / study.name, [Run.open(path) for path in planned]
     if again := next((run for run in opened if run.shipped), None):
@@ -82,9 +82,8 @@ def ship(
                     write_table(_small(frame), table_file, compression="zstd", compression_level=19)
         if not weights:
             full = {kind: [_small(t[kind]) for _, t in shipped.values() if len(t[kind])] for kind in TABLES}
-            tables = {
-                k: pa.concat_tables(t, promote_options="permissive") if t else pa.table({}) for k, t in full.items()
-            }
+            one = partial(pa.concat_tables, promote_options="permissive")
+            tables = {kind: one(parts) if parts else pa.table({}) for kind, parts in full.items()}
             pack(place, {name: info for name, (info, _) in shipped.items()}, tables)
     shutil.copyfile(file, place / f"{study.name}.toml")
     if commit is None and (git := shutil.which("git")):
@@ -94,9 +93,8 @@ def ship(
     minutes = 0.0
     for run in opened:  # from the logged pace
         pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
-        tokens = (
-            pace["step"].astype(float).diff().fillna(pace["step"].astype(float) + 1) * run.train.batch * run.train.T
-        )
+        steps = pace["step"].astype(float)
+        tokens = steps.diff().fillna(steps + 1) * run.train.batch * run.train.T
         minutes += float((tokens / pace["value"]).sum() / 60)
     write_json(place / STUDY, {
         "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit,
@@ -116,9 +114,8 @@ def _refuse_parts(study: Study, found: Evidence, asked: Sequence[Claim]) -> None
         here = unmeasured | {models[run] for run in runs}
         parts.append(found.of_models(here).measured_on_all([metric])[1])
     if told := next(filter(None, parts), None):
-        raise WorkbenchError(
-            f"{study.name} does not ship.{told} Measure the other runs, or ship other questions (--question)"
-        )
+        cure = "Measure the other runs, or ship other questions (--question)"
+        raise WorkbenchError(f"{study.name} does not ship.{told} {cure}")
 
 
 def _in_few_bytes(run: Run, place: Path, steps: Sequence[int]) -> Run:

@@ -106,6 +106,8 @@ def find_study(given: str) -> Path:
 
 def read_study(path: str | Path) -> Study:
     """Return the study of a file; raises `UnknownName` for unknown keys and names, `BadData` for a file that cannot be read."""
+    from workbench.models import architecture
+
     file = Path(path)
     try:
         raw = tomllib.loads(read_text(file))
@@ -141,28 +143,21 @@ def read_study(path: str | Path) -> Study:
         raise UnknownName("tuned axis of the grid", study.tuned, study.axes)
     if len(set(names)) < len(names):
         raise BadData(f"two models are called {next(n for n in names if names.count(n) > 1)!r}; give one a name")
-    for cell in cells:
-        _refuse_cell(cell, outcome)
+    for cell in cells:  # settings that would fail in every run
+        settings = cell.settings
+        _known(f"option of {cell.architecture}", settings["options"], architecture(cell.architecture).options)
+        _known("config key", settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
+        _known("training key", settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
+        kind = _text("kind of data", settings["data"].get("kind", "text"))
+        if kind not in DATA_KEYS:
+            raise UnknownName("kind of data", kind, DATA_KEYS)
+        _known(f"key of {kind} data", settings["data"], DATA_KEYS[kind])
+        if outcome == "formation_step" and kind == "text":
+            raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
     sinks = "sink_mass" in measure.get("metrics", ()) and measure.get("steps") == "all"
     if outcome == "sink_step" and not sinks:
         raise BadData('outcome sink_step needs measure = { metrics = ["sink_mass", ...], steps = "all" }')
     return study
-
-
-def _refuse_cell(cell: Cell, outcome: str) -> None:
-    """Raise for settings that would fail in every run of a cell."""
-    from workbench.models import architecture
-
-    settings = cell.settings
-    _known(f"option of {cell.architecture}", settings["options"], architecture(cell.architecture).options)
-    _known("config key", settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
-    _known("training key", settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
-    kind = _text("kind of data", settings["data"].get("kind", "text"))
-    if kind not in DATA_KEYS:
-        raise UnknownName("kind of data", kind, DATA_KEYS)
-    _known(f"key of {kind} data", settings["data"], DATA_KEYS[kind])
-    if outcome == "formation_step" and kind == "text":
-        raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")
 
 
 def _cells(raw: Mapping[str, Any], file: Path) -> Iterator[Cell]:
@@ -210,9 +205,9 @@ def _axes(kind: str, raw: Any) -> dict[str, list[Choice]]:
             where, axes[name] = f"{kind}.{name}", []
             for point in values:
                 _known(where, point, ("name", *SECTIONS))
-                label = (
-                    point["name"] if type(point["name"]) in (int, float) else _text(f"name of {where}", point["name"])
-                )
+                label = point["name"]
+                if type(label) not in (int, float):
+                    _text(f"name of {where}", label)
                 axes[name].append((label, {s: _table(f"{s} of {where}", point[s]) for s in SECTIONS if s in point}))
         else:
             raise UnknownName(f"section of {kind} (an axis of points needs tables with a name)", name, SECTIONS)

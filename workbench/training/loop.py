@@ -220,7 +220,7 @@ def train(
     for domain in data.domains:
         data.sample(train.validation_sequences, train.T, domain=domain)
     logs = installed_trackers(log)
-    accelerator, runs = _accelerator(device, train), folder(runs)
+    accelerator, runs = create_accelerator(device, train), folder(runs)
     first = accelerator.is_main_process
     if first:
         run = create(
@@ -251,7 +251,7 @@ def train(
     return run
 
 
-def _accelerator(device: str | None, config: TrainConfig) -> Accelerator:
+def create_accelerator(device: str | None, config: TrainConfig) -> Accelerator:
     """Set device and precision, which accelerate would otherwise reuse from the first training in a process."""
     if variable(WORLD_SIZE):
         atexit.register(distributed.leave)
@@ -291,17 +291,28 @@ class _Loop:
                 loss = self._update()
                 self.step += 1
                 stop = self.stop  # once per step: a later Ctrl-C ends the next step
-                if (
-                    self.accelerator.num_processes > 1
-                ):  # if any process was asked: the others would wait for its gradients
+                if self.accelerator.num_processes > 1:  # all stop together: the others would wait for gradients
                     asked = torch.tensor(float(stop), device=self.accelerator.device)
                     stop = bool(self.accelerator.reduce(asked, "sum") > 0)
                 due = self.step % self.config.save_every == 0 or self.step == steps or stop
-                if due or self.step in self.grid or time.perf_counter() - clock > 2.0:
-                    rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
-                    clock, since = time.perf_counter(), self.step
-                    self._note(float(loss), rate, due)
-                    self._keep_checkpoint()
+                if not (due or self.step in self.grid or time.perf_counter() - clock > 2.0):
+                    continue
+                rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
+                clock, since = time.perf_counter(), self.step
+                size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
+                if not math.isfinite(float(loss) + size):  # before anything of it is written
+                    state = f"the loss is {float(loss)} and the weights' norm {size} at step {self.step}"
+                    raise WorkbenchError(f"{self.run.name}: {state}; lower lr={self.config.lr}")
+                if self.main:
+                    self.telemetry.add(self.step - 1, "tokens_per_second", rate, unit="tokens/s")
+                    if self.step == steps:
+                        self._validate()
+                    self.telemetry.flush(self.step)
+                    if due:
+                        self._save_resume()
+                    if self.progress:
+                        self.progress(self.step, float(loss), rate)
+                self._keep_checkpoint()
         if stop:
             raise KeyboardInterrupt(f"stopped after step {self.step} of {steps}; the same command goes on from there")
         if self.main:
@@ -369,21 +380,6 @@ class _Loop:
             gradients = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), weights)
         self._note_gradients(dict(zip(names, gradients, strict=True)), "output")
         self.bare.train()
-
-    def _note(self, loss: float, rate: float, due: bool) -> None:
-        size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
-        if not math.isfinite(loss + size):  # before anything of it is written
-            state = f"the loss is {loss} and the weights' norm {size} at step {self.step}"
-            raise WorkbenchError(f"{self.run.name}: {state}; lower lr={self.config.lr}")
-        if self.main:
-            self.telemetry.add(self.step - 1, "tokens_per_second", rate, unit="tokens/s")
-            if self.step == self.config.steps:
-                self._validate()
-            self.telemetry.flush(self.step)
-            if due:
-                self._save_resume()
-            if self.progress:
-                self.progress(self.step, loss, rate)
 
     def _keep_checkpoint(self) -> None:
         if self.main and self.step in self.grid and self.step not in self.run.steps:

@@ -30,9 +30,8 @@ class SameKey(Shortcut):
     def __init__(self, config: ModelConfig, *, source: int | str = "all", same_key_weight: float = 1.0) -> None:
         super().__init__(config)
         self.source = checked_source("source", source, config)
-        self.same_key_weight = number_option(
-            "same_key_weight", same_key_weight, minimum=0.0
-        )  # log w is added to scores
+        # log w is added to scores
+        self.same_key_weight = number_option("same_key_weight", same_key_weight, minimum=0.0)
 
     def sources(self, tensor: str, layer: int) -> tuple[Source, ...]:
         return earlier(self.source, layer) if tensor == "v" else ()

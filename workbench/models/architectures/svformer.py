@@ -46,13 +46,11 @@ class SVFormer(Shortcut):
         self.refresh_every = refresh_every
         if self.anchors[:1] != (0,) or list(self.anchors) != sorted(set(self.anchors) & set(range(last + 1))):
             near = tuple(sorted({0, *(min(max(a, 0), last) for a in self.anchors)}))
-            raise WorkbenchError(
-                f"anchors={self.anchors}: must rise from 0 within the layers 0..{last}; nearest {near}"
-            )
+            needed = f"must rise from 0 within the layers 0..{last}; nearest {near}"
+            raise WorkbenchError(f"anchors={self.anchors}: {needed}")
         if refresh_every is not None and self.anchors != every:
-            raise WorkbenchError(
-                f"anchors={self.anchors} contradict refresh_every={refresh_every}, which means {every}; give one"
-            )
+            other = f"refresh_every={refresh_every}, which means {every}; give one"
+            raise WorkbenchError(f"anchors={self.anchors} contradict {other}")
         self.shared_layers = layers_option("shared_layers", shared_layers, range(1, depth))
         if self.shared_layers != tuple(range(1, depth)) and self.anchors != (0,):
             both = f"shared_layers={shared_layers!r} use the first layer's values, anchors={self.anchors} others' too"

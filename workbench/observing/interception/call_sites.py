@@ -33,9 +33,8 @@ class CallSite(NamedTuple):
     def words(self) -> str:
         """Description of the calls of these lines."""
         file, line, _ = self.lines[0] if self.lines else ("torch", 0, 0)
-        return (
-            f"{self.total} {self.kind} call{'s' if self.total > 1 else ''} in the function at {Path(file).name}:{line}"
-        )
+        calls = f"{self.total} {self.kind} call{'s' if self.total > 1 else ''}"
+        return f"{calls} in the function at {Path(file).name}:{line}"
 
 
 def caller_frame() -> int:

@@ -7,7 +7,7 @@ or [pos, head, d_head] of sequences in one row that `cu_seqlens` divides; masks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,14 +25,8 @@ _OURS = {
     "cu_seq_q": "starts", "cum_seq_q": "starts", "cu_seqlens_k": "key_starts", "cu_seq_k": "key_starts", "cum_seq_k": "key_starts",
 }  # fmt: skip
 _READ = {
-    *_OURS.values(),
-    "dropout_p",
-    "window_size",
-    "window_size_left",
-    "window_size_right",
-    "softcap",
-    "alibi_slopes",
-}
+    *_OURS.values(), "dropout_p", "window_size", "window_size_left", "window_size_right", "softcap", "alibi_slopes",
+}  # fmt: skip
 _NO_MATTER = (
     "max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "return_softmax", "return_debug_mask", "zero_tensors", "num_splits", "enable_gqa",
     "rotary_interleaved", "scheduler_metadata", "pack_gqa", "sm_margin",
@@ -48,9 +42,8 @@ def flash_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Read a call of one of `OPERATORS`; raises `WorkbenchError` for unsupported arguments."""
     arguments = getattr(function, "default", function)._schema.arguments
     names = [str(a.name) for a in arguments]
-    given: dict[str, Any] = (
-        {str(a.name): a.default_value for a in arguments} | dict(zip(names, args, strict=False)) | dict(kwargs)
-    )
+    given: dict[str, Any] = {str(a.name): a.default_value for a in arguments}
+    given |= dict(zip(names, args, strict=False)) | dict(kwargs)
     read = {_OURS.get(name, name): value for name, value in given.items() if _OURS.get(name, name) in _READ}
     others = {n: value for n, value in given.items() if _OURS.get(n, n) not in (*_READ, *_NO_MATTER)}
     unread = [n for n, value in others.items() if value is not None and (isinstance(value, Tensor) or bool(value))]
@@ -80,10 +73,13 @@ def _form(read: Mapping[str, Any], named: Mapping[str, Tensor]) -> tuple[FlexFor
     left, right = (-1 if side is None else int(side) for side in (left, right))
     right = 0 if read["causal"] else right
     queries, keys = (named[name].shape[-2] for name in ("query", "key"))
-    starts, change = read.get("starts"), _score_change(read, keys - queries)
-    if starts is None and change is None and left < 0 and (right < 0 or (right == 0 and queries == keys)):
+    starts, cap, slopes = read.get("starts"), float(read.get("softcap") or 0.0), read.get("alibi_slopes")
+    changes = cap > 0 or slopes is not None
+    if starts is None and not changes and left < 0 and (right < 0 or (right == 0 and queries == keys)):
         return None, right == 0
-    which = None if starts is None else _sequences(starts, queries)
+    which = None  # the index of the sequence at each position of one row
+    if starts is not None:
+        which = torch.bucketize(torch.arange(queries, device=starts.device), starts[1:].to(torch.long), right=True)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = j - i - (keys - queries)
@@ -91,26 +87,12 @@ def _form(read: Mapping[str, Any], named: Mapping[str, Tensor]) -> tuple[FlexFor
         allowed = allowed & (ahead >= -left) if left >= 0 else allowed
         return allowed if which is None else allowed & (which[i] == which[j])
 
-    return FlexForm(change, seen, (1, 1), ((), ())), False
-
-
-def _sequences(starts: Tensor, length: int) -> Tensor:
-    """Return the index of the sequence at each position of one row; `starts`: all starts, and the last end."""
-    return torch.bucketize(torch.arange(length, device=starts.device), starts[1:].to(torch.long), right=True)
-
-
-def _score_change(read: Mapping[str, Any], shift: int) -> Callable[..., Tensor] | None:
-    """Return the change of a scaled score: cap * tanh(score / cap), then minus slope * distance; None without any."""
-    cap, slopes, starts = float(read.get("softcap") or 0.0), read.get("alibi_slopes"), read.get("starts")
-    if cap <= 0 and slopes is None:
-        return None
-    which = None if starts is None else _sequences(starts, int(starts[-1]))
-
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Return cap * tanh(score / cap), minus slope * distance."""
         score = cap * torch.tanh(score / cap) if cap > 0 else score
         if slopes is None:
             return score
         slope = slopes[h] if slopes.ndim == 1 else slopes[b if which is None else which[i], h]
-        return score - slope * (j - i - shift).abs()
+        return score - slope * (j - i - (keys - queries)).abs()
 
-    return change
+    return FlexForm(change if changes else None, seen, (1, 1), ((), ())), False

@@ -153,7 +153,18 @@ class InterceptionMode(TorchFunctionMode):
             lookup = Lookup(ids, table, out) if kind == "lookup" else indexed_parameter(args, kwargs, out)
             return out if lookup is None else self.handler.looked_up(lookup)
         if kind == "softmax":
-            return self._softmax(func, args, kwargs)
+            scores = args[0] if args else kwargs.get("input")
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if not isinstance(scores, Tensor) or scores.ndim < 3 or not isinstance(dim, int):
+                return func(*args, **kwargs)
+            rest = {key: value for key, value in kwargs.items() if key != "input"}
+            if (axis := dim % scores.ndim) == scores.ndim - 1:
+                return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest), axis)
+
+            def run(moved: Tensor) -> Tensor:
+                return func(moved.movedim(-1, axis), *args[1:], **rest).movedim(axis, -1)
+
+            return self.handler.softmax(scores.movedim(axis, -1), run, axis).movedim(-1, axis)
         if kind == "composite":  # run its code in this mode, which sees the calls within
             names = func.__globals__ | {"has_torch_function": lambda tensors: False}
             plain = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
@@ -167,20 +178,6 @@ class InterceptionMode(TorchFunctionMode):
             return self.handler.matrix(matrix_call(func, args, kwargs)) if reads else func(*args, **kwargs)
         call = product_call(func, args, kwargs) if kind == "product" else None
         return func(*args, **kwargs) if call is None else self.handler.product(call)
-
-    def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
-        scores = args[0] if args else kwargs.get("input")
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(scores, Tensor) or scores.ndim < 3 or not isinstance(dim, int):
-            return func(*args, **kwargs)
-        rest = {key: value for key, value in kwargs.items() if key != "input"}
-        if (axis := dim % scores.ndim) == scores.ndim - 1:
-            return self.handler.softmax(scores, lambda x: func(x, *args[1:], **rest), axis)
-
-        def run(moved: Tensor) -> Tensor:
-            return func(moved.movedim(-1, axis), *args[1:], **rest).movedim(axis, -1)
-
-        return self.handler.softmax(scores.movedim(axis, -1), run, axis).movedim(-1, axis)
 
 
 def attention_functions(module: nn.Module) -> list[str]:
@@ -202,7 +199,24 @@ def _interface_switch(table: Any, name: str) -> ProcessSwitch:
     """Return a switch that replaces a function of the interface by one that passes calls to the mode of its thread."""
 
     def change(before: tuple[Any, bool]) -> None:
-        table[name] = _passed_to_mode(before[0])
+        original = before[0]
+
+        @wraps(original)
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            modes = [m for m in torch.overrides._get_current_function_mode_stack() if isinstance(m, InterceptionMode)]
+            if not modes or (mode := modes[-1]).silent:
+                return original(*args, **kwargs)
+
+            def silently(*args: Any, **kwargs: Any) -> Any:
+                mode.silent = True
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    mode.silent = False
+
+            return mode.handler.fused(interface_call(silently, args, kwargs))
+
+        table[name] = intercepted
 
     def restore(before: tuple[Any, bool]) -> None:
         if before[1]:
@@ -211,25 +225,6 @@ def _interface_switch(table: Any, name: str) -> ProcessSwitch:
             table._local_mapping.pop(name, None)
 
     return ProcessSwitch(lambda: (table[name], name in table._local_mapping), change, restore)
-
-
-def _passed_to_mode(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
-        modes = [m for m in torch.overrides._get_current_function_mode_stack() if isinstance(m, InterceptionMode)]
-        if not modes or (mode := modes[-1]).silent:
-            return original(*args, **kwargs)
-
-        def silently(*args: Any, **kwargs: Any) -> Any:
-            mode.silent = True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                mode.silent = False
-
-        return mode.handler.fused(interface_call(silently, args, kwargs))
-
-    return intercepted
 
 
 class PreservedState:
@@ -354,9 +349,9 @@ def remove_module_hooks(owner: object, modules: Iterable[nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iterator[None]:
-    """Pass this thread's calls, and the named attention functions, to a handler while open."""
-    scope = Interception(None if handler is None else InterceptionMode(handler), names)
+def uncompiled() -> Iterator[None]:
+    """Run compiled code and PyTorch's encoder layers in eager form while open: the mode cannot see their fused forms."""
+    scope = Interception(None)
     try:
         scope.begin()
         yield
@@ -368,14 +363,7 @@ def intercepting(handler: CallHandler | None, names: Sequence[str] = ()) -> Iter
             raise
 
 
-def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Run compiled code and PyTorch's encoder layers in eager form while open: the mode cannot see their fused forms."""
-    return intercepting(None)
-
-
-FAST_PATH_NOTE = (
-    "PyTorch's fused encoder layers: runs that are listened to take their plain path; the two may round differently"
-)
+FAST_PATH_NOTE = "PyTorch's fused encoder layers: runs with hooks take their plain path; the two may round differently"
 COMPILED_NOTE = "torch.compile: runs that are listened to are eager, others compiled; the two may round differently"
 
 

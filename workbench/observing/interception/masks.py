@@ -48,7 +48,20 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
         return FUTURE
     if mask.dtype != torch.bool and bool((mask.masked_fill(~allowed, 0) != 0).any()):
         return "adds a bias to the scores"
-    return CAUSAL if bool((allowed == past).all()) else _hidden_kind(allowed.reshape(-1, length, length), past)
+    if bool((allowed == past).all()):
+        return CAUSAL
+    allowed, position = allowed.reshape(-1, length, length), torch.arange(length, device=past.device)
+    distance = position[:, None] - position
+    window = int(distance.expand_as(allowed)[allowed].max()) + 1
+    if bool((allowed == (past & (distance < window))).all()):
+        return f"sliding window of {window}"
+    if bool((allowed == (past & allowed.any(1)[:, None])).all()):
+        return "padding"
+    starts = allowed.to(torch.uint8).argmax(-1)
+    begins = (starts == position) | (starts == starts.roll(1, -1))
+    if bool((allowed == (past & (position >= starts[..., None]))).all()) and bool(begins[:, 1:].all()):
+        return "packed sequences"
+    return "hides some earlier positions"
 
 
 def visible_keys(scores: Tensor) -> Tensor:
@@ -69,23 +82,6 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)
-
-
-def _hidden_kind(allowed: Tensor, past: Tensor) -> str:
-    """Describe the keys that a mask [any, query, key] hides before a query."""
-    length = past.shape[0]
-    position = torch.arange(length, device=past.device)
-    distance = position[:, None] - position
-    window = int(distance.expand_as(allowed)[allowed].max()) + 1
-    if bool((allowed == (past & (distance < window))).all()):
-        return f"sliding window of {window}"
-    if bool((allowed == (past & allowed.any(1)[:, None])).all()):
-        return "padding"
-    starts = allowed.to(torch.uint8).argmax(-1)
-    begins = (starts == position) | (starts == starts.roll(1, -1))
-    if bool((allowed == (past & (position >= starts[..., None]))).all()) and bool(begins[:, 1:].all()):
-        return "packed sequences"
-    return "hides some earlier positions"
 
 
 @torch.no_grad()
@@ -140,10 +136,9 @@ def masked_statistics(
                 received[b, h] += (seen if segments is None else seen[segments.is_text[b, rows]]).sum(0)
                 entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(null)
                 rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), first, scores.logsumexp(-1), null))
-    entropy, top, sink, lse, null = rowwise
-    return z, AttentionStatistics(
-        received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null if any(beside) else None
-    )
+    entropy, top, sink, lse = rowwise[:4]
+    null = rowwise[4] if any(beside) else None
+    return z, AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null)
 
 
 @torch.no_grad()
@@ -176,6 +171,5 @@ def pattern_statistics(
     received, entropy, top, sink = (torch.stack(x).unflatten(0, pattern.shape[:2]) for x in zip(*by_head, strict=True))
     if null is not None:
         entropy, null = entropy + torch.special.entr(null.to(wide)), null.to(wide)
-    return AttentionStatistics(
-        received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse.to(wide), null=null
-    )
+    lse = lse.to(wide)
+    return AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null)

@@ -113,7 +113,19 @@ def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     """Read a product of two tensors of three axes or more; None for any other call."""
     name = getattr(function, "__name__", "")
     if name == "einsum":
-        return _einsum_call(function, args, kwargs)
+        args = (args[0], *args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else args
+        equation = args[0] if len(args) == 3 else None
+        if not isinstance(equation, str) or "->" not in equation:
+            return None  # without a named result
+        terms, out = equation.replace(" ", "").split("->")
+        letters = terms.split(",")
+        if len(letters) == 2 and "..." in equation:
+            if (spelled := _spelled_out(letters, out, args[1:])) is None:
+                return None
+            letters, out = spelled
+        if len(letters) != 2 or not all(len(set(term)) == len(term) for term in (*letters, out)):
+            return None
+        return ProductCall(function, args, kwargs, (1, 2), (letters[0], letters[1], out))
     first = PRODUCTS[name]
     if "batch1" in kwargs and "batch2" in kwargs:
         args = (*args[:1], kwargs["batch1"], kwargs["batch2"])
@@ -124,22 +136,6 @@ def product_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     lead = "abefgh"[-(max(x.ndim for x in pair) - 2) :]
     a, b = (lead[len(lead) - x.ndim + 2 :] for x in pair)
     return ProductCall(function, args, kwargs, (first, first + 1), (f"{a}ic", f"{b}cj", f"{lead}ij"))
-
-
-def _einsum_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ProductCall | None:
-    arguments = (args[0], *args[1]) if len(args) == 2 and isinstance(args[1], list | tuple) else args
-    equation = arguments[0] if len(arguments) == 3 else None
-    if not isinstance(equation, str) or "->" not in equation:
-        return None  # without a named result
-    terms, out = equation.replace(" ", "").split("->")
-    letters = terms.split(",")
-    if len(letters) == 2 and "..." in equation:
-        if (spelled := _spelled_out(letters, out, arguments[1:])) is None:
-            return None
-        letters, out = spelled
-    if len(letters) != 2 or not all(len(set(term)) == len(term) for term in (*letters, out)):
-        return None
-    return ProductCall(function, arguments, kwargs, (1, 2), (letters[0], letters[1], out))
 
 
 def _spelled_out(terms: list[str], out: str, tensors: tuple[Any, ...]) -> tuple[list[str], str] | None:
@@ -228,11 +224,8 @@ def pattern_order(values: ProductCall, pattern: int, rows: int, columns: int) ->
 
 def _sizes(call: ProductCall) -> dict[str, int]:
     """Return the lengths of the axes by letter, the longer of broadcast ones."""
-    axes = [
-        each
-        for x, letters in zip(call.operands, call.letters, strict=False)
-        for each in zip(x.shape, letters, strict=True)
-    ]
+    pairs = zip(call.operands, call.letters, strict=False)
+    axes = [each for x, letters in pairs for each in zip(x.shape, letters, strict=True)]
     return {c: n for n, c in sorted(axes)}
 
 

@@ -161,6 +161,14 @@ class SeenMasks:
 
     def _text_argument(self) -> tuple[str, Tensor | None]:
         """Return the name of the module's padding mask, and the mask: True where a token is text; None without one."""
+
+        def contradictions(text: Tensor) -> int:
+            """Count the keys up to a token that the attention does not show or hide as padding would."""
+            if self.visible is None:
+                return 0
+            differs = text[:, :, None] & self.past & (self.visible != text[:, None])
+            return int(differs.sum()) + int((~text).all(1).sum())
+
         for name, mask in self.arguments:
             if "mask" not in name or any(word in name for word in NO_MASK):
                 continue
@@ -177,16 +185,9 @@ class SeenMasks:
             if text.shape[0] == text.shape[1] > 1 and torch.equal(text, torch.ones_like(text).tril()):
                 continue  # a causal mask [query, key] of as many sequences as positions
             if "pad" in name and flat.dtype == torch.bool:  # True hides a token in PyTorch, and shows one elsewhere
-                text = min(~text, text, key=self._contradictions)
+                text = min(~text, text, key=contradictions)
             return name, text.to(self.tokens.device)
         return "", None
-
-    def _contradictions(self, text: Tensor) -> int:
-        """Count the keys up to a token that the attention does not show or hide as padding would."""
-        if self.visible is None:
-            return 0
-        differs = text[:, :, None] & self.past & (self.visible != text[:, None])
-        return int(differs.sum()) + int((~text).all(1).sum())
 
     def _counted(self) -> Tensor | None:
         """Return the tokens that the labels of the call count, those with labels >= 0."""
@@ -200,9 +201,7 @@ class SeenMasks:
                 return used
             if torch.equal(labels[:, :-1][used[:, :-1]], self.tokens[:, 1:][used[:, :-1]]):  # of the next position
                 return torch.cat((used[:, :1], used[:, :-1]), 1)
-            raise WorkbenchError(
-                f"{name} are neither the tokens nor the tokens one position later: the loss of which is meant?"
-            )
+            raise WorkbenchError(f"{name} are neither the tokens nor those one position later: which loss is meant?")
         return None
 
 

@@ -70,15 +70,14 @@ class AttentionRun(RunState, CallHandler):
             if (shown := self.positions.shaped(vectors, self.embed.axes)) is None:
                 return output
             fired = self.fire(self.points.embed, shown)
-            return (
-                output if fired is shown else lookup.restored(self.positions.unshaped(fired, vectors, self.embed.axes))
-            )
+            if fired is shown:
+                return output
+            return lookup.restored(self.positions.unshaped(fired, vectors, self.embed.axes))
         for name, read in self.tables_read.items():
-            shown = (
-                self.positions.shaped(read.read(vectors), read.axes) if (read.parameter, read.run) == place else None
-            )
-            if shown is not None:
-                self.tables[name] = shown.flatten(2)
+            if (read.parameter, read.run) == place:
+                shown = self.positions.shaped(read.read(vectors), read.axes)
+                if shown is not None:
+                    self.tables[name] = shown.flatten(2)
         return output
 
     # ---- fused attention ---------------------------------------------------------------------------------------------
@@ -140,11 +139,8 @@ class AttentionRun(RunState, CallHandler):
 
     def _columns(self, hooked: HookedAttention, x: Tensor) -> Tensor:
         """Return the columns of tokens in [..., query, key] of all keys."""
-        return (
-            x.narrow(-1, hooked.part.attention.beside[0], self.positions.length)
-            if x.shape[-1] > self.positions.length
-            else x
-        )
+        length = self.positions.length
+        return x.narrow(-1, hooked.part.attention.beside[0], length) if x.shape[-1] > length else x
 
     def _inputs(self, hooked: HookedAttention, call: FusedCall) -> dict[str, Tensor]:
         """Fire on queries, keys and values; return the replaced ones by name, as the call takes them."""
@@ -215,10 +211,8 @@ class AttentionRun(RunState, CallHandler):
             assert lse is not None
             null = (pattern.sum(-1) - shown.sum(-1)).clamp_min(0) if attention.has_null else None
             return pattern_statistics(lse, shown, null, self.segments)
-        q, k, v = (
-            self.positions.heads(used["query"]),
-            *(self.positions.heads(used[name], ALL_KEYS) for name in ("key", "value")),
-        )
+        q = self.positions.heads(used["query"])
+        k, v = (self.positions.heads(used[name], ALL_KEYS) for name in ("key", "value"))
         k, v = _without_repeats(k, attention.k.shape[1]), _without_repeats(v, attention.v.shape[1])
         plain = self.segments is None and not attention.has_null
         if (kind := self._mask_kind(call, attention.beside)) == CAUSAL and plain:
@@ -341,9 +335,8 @@ class AttentionRun(RunState, CallHandler):
     def _square(self, hooked: HookedAttention, x: Tensor) -> Tensor:
         """Return scores or a pattern of a softmax as [batch, head, query, key] of this attention's heads."""
         attention = hooked.part.attention
-        return chosen_heads(
-            self.positions.square(self._lined(hooked, x), attention.softmax_beside), attention.chosen, 1
-        )
+        square = self.positions.square(self._lined(hooked, x), attention.softmax_beside)
+        return chosen_heads(square, attention.chosen, 1)
 
     def _from_square(self, hooked: HookedAttention, square: Tensor, like: Tensor) -> Tensor:
         """Invert `_square`: return `like` with this attention's part replaced."""
@@ -381,9 +374,8 @@ class AttentionRun(RunState, CallHandler):
             self._check_mask(hooked, mask_kind(square[:, :1] > 0, False, self.positions.length))
         if lse is not None:
             if used is square and not is_distribution(used):
-                raise WorkbenchError(
-                    f"layer {hooked.layer}: {NO_DISTRIBUTION} on these tokens, so it has no statistics"
-                )
+                why = f"{NO_DISTRIBUTION} on these tokens, so it has no statistics"
+                raise WorkbenchError(f"layer {hooked.layer}: {why}")
             if null is not None and used is not square:
                 null = (1 - used.sum(-1)).clamp_min(0)
             self._show_statistics(hooked, pattern_statistics(lse, used, null, self.segments))
@@ -405,11 +397,9 @@ class AttentionRun(RunState, CallHandler):
         if not attention.is_combined:
             pattern = call.arranged(which, p_order)
             square = self.positions.square(pattern, attention.beside)
-            used = self._fire_pattern(hooked, square)
-            if used is not square:
-                changed[which] = call.restored(
-                    which, self.positions.from_square(used, pattern, attention.beside), p_order
-                )
+            if (used := self._fire_pattern(hooked, square)) is not square:
+                back = self.positions.from_square(used, pattern, attention.beside)
+                changed[which] = call.restored(which, back, p_order)
 
 
 def _without_repeats(x: Tensor, heads: int) -> Tensor:

@@ -47,9 +47,10 @@ class AttentionPoints(HookedModule):
 
     def hooked(self) -> dict[str, HookPoint]:
         """Return the hook points with hooks, by name."""
-        points: dict[str, Any] = {
+        modules: dict[str, Any] = self._modules
+        points = {
             name.removeprefix("hook_"): point
-            for name, point in self._modules.items()
+            for name, point in modules.items()
             if name.startswith("hook_") and (point._forward_hooks or point._backward_hooks)
         }
         return points | ({OWN: self.own.hook_v} if "own" in self._modules and has_hooks(self.own.hook_v) else {})
@@ -100,9 +101,8 @@ def located_in(layer: LayerStructure) -> set[str]:
 def located_in_part(part: Part) -> set[str]:
     """Return the names of tensors that are located in an attention, values aside."""
     named = {"q": part.q, "k": part.k, OWN: part.v, "latent": part.latent}
-    return {name for name, place in named.items() if place is not None} | (
-        set() if part.attention.is_combined else {"z"}
-    )
+    located = {name for name, place in named.items() if place is not None}
+    return located if part.attention.is_combined else located | {"z"}
 
 
 class DecoderPoints(NamedTuple):

@@ -281,7 +281,11 @@ class RunState:
             return tensor
         point = self.frozen.get(point, point)
         writes = may_write(point)
-        handed = _copied(tensor) if writes or self.structure.in_place else tensor
+        handed = tensor
+        if writes or self.structure.in_place:
+            handed = tensor.clone()
+            if handed.stride() != tensor.stride() and 0 not in tensor.stride():  # so that every reader rounds alike
+                handed = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
         references = sys.getrefcount(handed)
         out = self._call_hooks(point, handed)
         if out is not handed:
@@ -406,14 +410,6 @@ class RunState:
             coefficients, _ = fit(target, values)
             coefficients = coefficients if i in own else [*coefficients, 0.0]
             self.show(points["v_mix"], v.new_tensor(coefficients, dtype=dtype))
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, so that every reader rounds alike."""
-    clone = tensor.clone()
-    if clone.stride() == tensor.stride() or 0 in tensor.stride():
-        return clone
-    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -75,14 +75,12 @@ def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Na
                 return ["value_scale" if same else "value_gate"], {}
         sources = list(dict.fromkeys(s for p in gated for s in p.coefficients if p.spread[s] > _SAME))
         looked_up = any(_is_table(s) for s in sources)
-        known = (
-            " (as in nanochat's value embeddings)" if looked_up else " (as in SATFormer)" if "first" in sources else ""
-        )
+        known = " (as in nanochat's value embeddings)" if looked_up else ""
+        known = known or " (as in SATFormer)" * ("first" in sources)
         of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in sources)
         numbers = ", ".join(map(str, dict.fromkeys(p.layer for p in gated)))
-        raise _UnknownArchitecture(
-            f"values are weighted by token in layers {numbers}: gates on {of}{known}; see value_paths()"
-        )
+        gates = f"gates on {of}{known}; see value_paths()"
+        raise _UnknownArchitecture(f"values are weighted by token in layers {numbers}: {gates}")
     unregistered = _UnknownArchitecture("values are mixed in an unregistered way; see value_paths()")
     if looked_up_in := [p for p in values if any(_is_table(s) for s in p.coefficients)]:
         if not all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values):

@@ -116,9 +116,8 @@ def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
                 return [([], block) for block in blocks]
     calls = ", ".join(sorted(trace.other_calls))
     if script is not None:
-        message = (
-            f"{type(script).__name__} is TorchScript, whose calls cannot be seen: observe the original Python module"
-        )
+        cure = "observe the original Python module"
+        message = f"{type(script).__name__} is TorchScript, whose calls cannot be seen: {cure}"
     elif isinstance(trace.module, torch.fx.GraphModule):
         message = "this module is a graph (torch.export, torch.fx) without the model's blocks: observe the original Python module"
     elif prefixes:

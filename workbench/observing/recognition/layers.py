@@ -126,10 +126,8 @@ def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]]
         owns = [part.own for part in layer.parts if part.own is not None]
         if len(owns) == len(layer.parts):  # side by side, with as many heads as the layer's effective values have
             together = layer.attention
-            repeats = [
-                together.kv_heads * part.attention.heads // (together.heads * part.attention.kv_heads)
-                for part in layer.parts
-            ]
+            each = [part.attention for part in layer.parts]
+            repeats = [together.kv_heads * one.heads // (together.heads * one.kv_heads) for one in each]
             wide = [own.repeat_interleave(n, dim=1) for own, n in zip(owns, repeats, strict=True)]
             layer.rows["own"] = torch.cat(wide, dim=1)
         find_output(trace, layer, inside, read[0][0].attention.v, block)

@@ -21,10 +21,7 @@ from workbench.observing.recognition.trace import Place, Trace
 
 _LEAST = 8  # positions of a run of another size
 _ENTRIES = 64  # sampled at each index of an axis
-_LEAST_CHANGE, _SHARE = (
-    1e-3,
-    0.02,
-)  # smallest relative change, and share of the largest below which a change is rounding
+_LEAST_CHANGE, _SHARE = 1e-3, 0.02  # least relative change, and share of the largest below which it is rounding
 
 
 class ShapeTrace(Trace):
@@ -57,7 +54,7 @@ class ShapeTrace(Trace):
         return run(scores)
 
     def _sample(self, kind: str, tensors: Sequence[tuple[Tensor, str]], lead: str) -> None:
-        generator, (within, number, _) = torch.Generator().manual_seed(0), self._batch_place(kind)
+        generator, (within, number, _) = torch.Generator().manual_seed(0), self.batch_place(kind)
         samples = self.samples[within, number, kind] = []
         for x, letters in tensors:
             entries = {}
@@ -144,10 +141,8 @@ def find_batch_axes(
     ids[1] = known[(torch.searchsorted(known, ids[1]) + 1) % len(known)]
     after = ShapeTrace(module, ids)
     after.run(call)
-    axes = {
-        place: _batch_axis(samples, after.samples.get(place, []), before.batch)
-        for place, samples in before.samples.items()
-    }
+    pairs = [(place, samples, after.samples.get(place, [])) for place, samples in before.samples.items()]
+    axes = {place: _batch_axis(samples, others, before.batch) for place, samples, others in pairs}
     return {place: axis for place, axis in axes.items() if axis is not None}
 
 
@@ -195,7 +190,13 @@ def find_layout(trace: Trace, call: Callable[[Tensor], Any]) -> Layout:
     others = trace.tokens[trace.tokens != trace.tokens[0, -1]]
     ids = trace.tokens.clone()
     ids[0, -1] = others[0] if len(others) else (trace.tokens[0, -1] + 1) % 2
-    before, after = (_first_input(trace.module, names, call, x, guess) for x in (trace.tokens, ids))
+    inputs = list[Tensor | None]()
+    for x in (trace.tokens, ids):
+        first = _FirstInput([trace.module.get_submodule(name) for name in names], guess)
+        with outside_inference_mode(), torch.no_grad():
+            guarded(first, call, x)
+        inputs.append(next(iter(first.inputs), None))
+    before, after = inputs
     if before is None or after is None or before.shape != after.shape or torch.equal(before, after):
         return Layout()
     row, place = (before != after).flatten(2).any(-1).nonzero()[0].tolist()
@@ -220,26 +221,17 @@ class _FirstInput(Interception):
     def begin(self) -> None:
         """Register the hooks, and run compiled code and fused layers in eager form."""
         super().begin()
+
+        def note(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.inputs:
+                for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
+                    fits = [axes for axes in self.at.fitting(x.shape) if axes.is_inside or self.at.layout.packed]
+                    self.inputs.extend(self.at.lined(x, axes).detach().clone() for axes in fits[:1])
+
         for part in self.parts:
-            part.register_forward_pre_hook(self._note, with_kwargs=True)
+            part.register_forward_pre_hook(note, with_kwargs=True)
 
     def end(self) -> None:
         """Remove the hooks."""
         remove_module_hooks(self, self.parts)
         super().end()
-
-    def _note(self, part: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.inputs:
-            for x in (x for _, x in tensors_in((args, kwargs)) if x.is_floating_point() and x.ndim in (2, 3)):
-                fits = [axes for axes in self.at.fitting(x.shape) if axes.is_inside or self.at.layout.packed]
-                self.inputs.extend(self.at.lined(x, axes).detach().clone() for axes in fits[:1])
-
-
-def _first_input(
-    module: nn.Module, names: Sequence[str], call: Callable[[Tensor], Any], ids: Tensor, at: Positions
-) -> Tensor | None:
-    """Return the first input [row, column, width] of these submodules that has vectors at all positions."""
-    first = _FirstInput([module.get_submodule(name) for name in names], at)
-    with outside_inference_mode(), torch.no_grad():
-        guarded(first, call, ids)
-    return first.inputs[0] if first.inputs else None

@@ -81,9 +81,8 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
             if heads is not None:
                 layer.rows["z"] = heads
                 layer.z = TensorLocation.of(entry, read, inside)
-                layer.w_o = (
-                    None if entry.call is None else BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
-                )
+                if entry.call is not None:
+                    layer.w_o = BareOutput(entry.call, read.axes.pos == 2, len(read.shape) == 4)
                 _describe_change(layer, first)
                 return
 
@@ -241,9 +240,8 @@ def _find_sum(
     time = layer.attention.times[-1] if layer.is_read else block.start
     sums = _Sums(layer, before)
     reader = next((t for e in inside if e.name != MATRIX for t in e.inputs if is_stream(trace, t)), None)
-    reads_stream = reader is not None and torch.equal(
-        reader.rows, layer.rows["in"]
-    )  # else it may scale its input first
+    # else it may scale its input first
+    reads_stream = reader is not None and torch.equal(reader.rows, layer.rows["in"])
     several = (sums.averaged, sums.rescaled) if reads_stream else (sums.rescaled, sums.averaged)
     for explains in (sums.plain, sums.scaled, *several, sums.alone, sums.normed, sums.weighted):
         terms = outputs

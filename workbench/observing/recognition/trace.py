@@ -120,7 +120,12 @@ class Trace(CallHandler):
 
     def run(self, call: Callable[[Tensor], Any]) -> Any:
         """Return the module's output in the traced run."""
-        output = guarded(_TracedRun(self), self._call, call)
+
+        def run() -> Any:
+            with outside_inference_mode(), torch.no_grad():
+                return call(self.tokens)
+
+        output = guarded(_TracedRun(self), run)
         for path, tensor in tensors_of_output(output).items():
             if (axes := self._axes_of((_OUTPUT, 0, _OUTPUT, path), tensor)) is not None:
                 self.output_axes[path] = axes
@@ -129,10 +134,6 @@ class Trace(CallHandler):
         self._versions.clear()
         self._copies.clear()
         return output
-
-    def _call(self, call: Callable[[Tensor], Any]) -> Any:
-        with outside_inference_mode(), torch.no_grad():
-            return call(self.tokens)
 
     def looked_up(self, lookup: Lookup) -> Any:
         """Record a lookup of vectors by token id in a parameter."""
@@ -217,9 +218,7 @@ class Trace(CallHandler):
 
     def _remember(self, tensor: Tensor) -> None:
         known = self._versions.get(id(tensor))
-        if not tensor.is_inference() and (
-            known is None or known[0]() is not tensor
-        ):  # inference tensors have no version
+        if not tensor.is_inference() and (known is None or known[0]() is not tensor):  # else it has no version
             self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
 
     def _tick(self) -> int:
@@ -313,9 +312,10 @@ class Trace(CallHandler):
 
     def _batch_axis(self, kind: str) -> BatchAxis | None:
         """Return the axis of the sequences in the current call of a kind; None if unknown."""
-        return self.batch_axes.get(self._batch_place(kind))
+        return self.batch_axes.get(self.batch_place(kind))
 
-    def _batch_place(self, kind: str) -> tuple[str, int, str]:
+    def batch_place(self, kind: str) -> tuple[str, int, str]:
+        """Return the place of the current call of a kind among those of the running module."""
         return self._place(f"({kind}) {self.running[-1].name if self.running else ''}", kind)
 
     def _count(self, kind: str) -> int:
@@ -332,10 +332,8 @@ class Trace(CallHandler):
         if not more:
             return front, back
         kinds = {beside: kind_of(beside) for beside in ((front + more, back), (front, back + more))}
-        fit = sorted(
-            (b for b, kind in kinds.items() if kind not in (FUTURE, NOTHING)), key=lambda b: kinds[b] != CAUSAL
-        )
-        return fit[0] if fit else None
+        fit = [at for at, kind in kinds.items() if kind not in (FUTURE, NOTHING)]
+        return min(fit, key=lambda at: kinds[at] != CAUSAL, default=None)
 
     def _every_key(self, beside: Beside) -> Beside:
         """Count the keys to leave out of all that tokens see: none, unless other sequences are in the same row."""

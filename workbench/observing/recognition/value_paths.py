@@ -145,9 +145,8 @@ def _projected(
             step, label = trace.module.get_submodule(entry.name).forward, entry.name
         elif entry.call is not None:
             call = entry.call
-            factors = [
-                x if x._base is None else x._base for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)
-            ]
+            tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
+            factors = [x if x._base is None else x._base for x in tensors]
             parameters = (n for n, p in trace.module.named_parameters() if any(p is x for x in factors))
             step, label = call.run, f"{name} @ {next(parameters, 'a matrix')}"
         else:

@@ -71,29 +71,39 @@ def is_observed(model: nn.Module) -> bool:
     return isinstance(model, NamedHookPoints) and model.foreign is not None
 
 
-def capture_points(model: nn.Module, aliases: Iterable[str]) -> list[CapturePoint]:
+def capture_points(model: Any, aliases: Iterable[str]) -> list[CapturePoint]:
     """Return every place at which the activations can be read; empty for activations that the module does not show."""
-    find = _named_points if has_named_hooks(model) else _foreign_points
-    wanted = dict.fromkeys(aliases)
-    inputs = list(_attention_inputs(model)) if wanted.pop(ATTENTION_INPUT, "absent") is None else []
-    return [point for alias in wanted for point in find(model, alias)] + inputs
+    named, observed = has_named_hooks(model), is_observed(model)
+    wanted, points = dict.fromkeys(aliases), list[CapturePoint]()
+    reads_inputs = wanted.pop(ATTENTION_INPUT, "absent") is None
+    blocks: list[Any] = [*model.blocks] if named and not observed else blocks_of(model.foreign if observed else model)
+    n_layers = model.config.n_layers if named else len(blocks)
+    for alias in wanted:
+        layers: list[Any] = [*range(n_layers), *([n_layers, "final"] if alias == "stream" else [])]
+        for layer in layers if named else ():
+            name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
+            if name in model.hook_dict:
+                name = before_branching(model, layer, name)
+                axes = {"site": "final", "layer": n_layers} if layer == "final" else {"site": alias, "layer": layer}
+                copied, module = observed and model.is_read_only(name), model.hook_dict[name]
+                points.append(CapturePoint(alias, axes, module, _activation, is_branch=not copied, read_only=copied))
+        for layer, block in enumerate([] if named else blocks):
+            at = {"site": alias, "layer": layer}
+            if alias == "stream":
+                points.append(CapturePoint(alias, at, block, _first_states, before=True))
+            elif alias == "own_v" and (projection := _value_projection(block)) is not None:
+                points.append(CapturePoint(alias, at, projection[0], _activation, projection[1]))
+        if alias == "stream" and blocks and not named:
+            points.append(CapturePoint(alias, {"site": alias, "layer": n_layers}, blocks[-1], _first_states))
+    for layer, block in enumerate(blocks if reads_inputs else ()):
+        projection = None if named and not observed else _value_projection(block)
+        if (module := block.attn if named and not observed else projection and projection[0]) is not None:
+            points.append(CapturePoint(ATTENTION_INPUT, {"layer": layer}, module, _first_states, before=True))
+    return points
 
 
 def _activation(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.ndim > 2 else None
-
-
-def _named_points(model: Any, alias: str) -> Iterator[CapturePoint]:
-    n_layers = model.config.n_layers
-    layers: list[Any] = [*range(n_layers), *([n_layers, "final"] if alias == "stream" else [])]
-    for layer in layers:
-        name = stream_hook(layer, n_layers) if alias == "stream" else ACTIVATIONS[alias].hook.format(layer=layer)
-        if name in model.hook_dict:
-            name = before_branching(model, layer, name)
-            axes = {"site": "final", "layer": n_layers} if layer == "final" else {"site": alias, "layer": layer}
-            read_only = is_observed(model) and model.is_read_only(name)
-            hook_point = model.hook_dict[name]
-            yield CapturePoint(alias, axes, hook_point, _activation, is_branch=not read_only, read_only=read_only)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -125,28 +135,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _holds(outer: str, inner: str) -> bool:
     """Return whether one named module contains another."""
     return inner.startswith(f"{outer}.") or (outer == "" != inner)
-
-
-def _foreign_points(model: nn.Module, alias: str) -> Iterator[CapturePoint]:
-    blocks = blocks_of(model)
-    if alias == "stream" and blocks:
-        for layer, block in enumerate(blocks):
-            yield CapturePoint(alias, {"site": alias, "layer": layer}, block, _first_states, before=True)
-        yield CapturePoint(alias, {"site": alias, "layer": len(blocks)}, blocks[-1], _first_states)
-    for layer, block in enumerate(blocks if alias == "own_v" else ()):
-        projection = _value_projection(block)
-        if projection is not None:
-            module, part = projection
-            yield CapturePoint(alias, {"site": alias, "layer": layer}, module, _activation, part)
-
-
-def _attention_inputs(model: Any) -> Iterator[CapturePoint]:
-    """Yield the inputs of our attention modules, and the inputs of other blocks' value projections."""
-    ours = has_named_hooks(model) and not is_observed(model)
-    for layer, block in enumerate(model.blocks if ours else blocks_of(model.foreign if is_observed(model) else model)):
-        projection = None if ours else _value_projection(block)
-        if (module := block.attn if ours else projection and projection[0]) is not None:
-            yield CapturePoint(ATTENTION_INPUT, {"layer": layer}, module, _first_states, before=True)
 
 
 def _value_projection(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
@@ -214,10 +202,8 @@ class _Hook:
         return self.function(self.index, *inputs)
 
     def __reduce__(self) -> Any:
-        return getattr, (
-            nullcontext(),
-            "__exit__",
-        )  # accepts all arguments, returns None, and can be loaded without workbench
+        # a function that accepts all arguments, returns None, and can be loaded without workbench
+        return getattr, (nullcontext(), "__exit__")
 
 
 class ActivationCapture:
@@ -232,9 +218,7 @@ class ActivationCapture:
         self.segments: Segments | None = None  # of a forward pass with padding or packed rows
         self.stopped = stopped
         self.calls: Any = None  # of an observed module, which fire its hook points while this captures
-        self.gathers = [
-            q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities
-        ]  # of gradients summed over the batch
+        self.gathers = [q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities]  # of gradients summed over rows
         self.seconds = 0.0  # spent in the hooks
         self.handles: list[Any] = []
         self.aim((), (), ())
@@ -341,9 +325,8 @@ class ActivationCapture:
         if alias in ACTIVATIONS and ACTIVATIONS[alias].axes.split().index("pos") != 1:
             raise WorkbenchError("batches hold padding or packed documents, which statistics of attention would count")
         if tensor.shape[:2] != self.segments.ids.shape:
-            raise WorkbenchError(
-                f"{alias} {list(tensor.shape)} of a padded batch {list(self.segments.ids.shape)} is laid out otherwise"
-            )
+            batch = list(self.segments.ids.shape)
+            raise WorkbenchError(f"{alias} {list(tensor.shape)} of a padded batch {batch} is laid out otherwise")
         rows = []
         for row in range(len(tensor)):
             documents = [at for at in self.segments.documents_in(row) if len(at) >= metric.min_length]

@@ -102,7 +102,7 @@ def known_quantities(names: Iterable[str]) -> tuple[str, ...]:
 
 NOTED = tuple(name for name in COLUMNS if name not in ("run", "architecture", "seed", "step", "metric", "value"))
 """Axes of numbers from the loop."""
-_KINDS = {str: "text", int: "a whole number", float: "a number"}
+_TEXT, _WHOLE, _NUMBER = (str, "text"), (numbers.Integral, "a whole number"), (numbers.Real, "a number")
 
 
 class StepRecord:
@@ -183,14 +183,10 @@ def noted_row(step: int, metric: str, value: Any, axes: Mapping[str, Any]) -> di
     for name, entry in row.items():
         if name in axes and name not in NOTED:
             raise UnknownName("axis", name, NOTED)
-        kind: Any = str if name in TEXT else int if name in WHOLE else float
-        of_kind = (
-            isinstance(entry, str)
-            if kind is str
-            else isinstance(entry, numbers.Integral if kind is int else numbers.Real)
-        )
-        if entry is not None and (not of_kind or isinstance(entry, bool) or (kind is int and abs(entry) >= 2**63)):
-            raise WorkbenchError(f"{name}={entry!r} is a {type(entry).__name__}: give {_KINDS[kind]}")
+        kind, words = _TEXT if name in TEXT else _WHOLE if name in WHOLE else _NUMBER
+        too_large = name in WHOLE and isinstance(entry, numbers.Integral) and abs(int(entry)) >= 2**63
+        if entry is not None and (not isinstance(entry, kind) or isinstance(entry, bool) or too_large):
+            raise WorkbenchError(f"{name}={entry!r} is a {type(entry).__name__}: give {words}")
         if isinstance(entry, str) and entry.encode(errors="replace").decode() != entry:
             raise WorkbenchError(f"{name}={entry!r} holds half a character, which no file can hold: leave it out")
     if step is None or step < 0 or not metric:

@@ -369,7 +369,16 @@ class Recorder:
             return
         if record.weights and "update_ratio" not in self.stopped.reasons:
             with self.stopped.guard("update_ratio"):
-                self._updates(record)
+                now: dict[str, Tensor] = dict(self.model.named_parameters())
+                alike = {n: w for n, (w, _) in record.weights.items() if n in now and now[n].shape == w.shape}
+                for name in record.weights.keys() & now.keys() - alike.keys():
+                    self._warn({f"update_ratio of {name}": f"its shape changed in step {record.step}"})
+                change = list(alike.values())
+                torch._foreach_sub_(change, [now[n].detach().to(w.device, w.dtype) for n, w in alike.items()])
+                for name, moved in zip(alike, frobenius_norms(change), strict=True):
+                    norm = record.weights[name][1]
+                    ratio = torch.where(norm > 0, moved / norm, torch.nan)
+                    record.add({"metric": "update_ratio", **self._place(name)}, ratio)
         rows = list[dict[str, Any]]()
         try:
             rows = record.rows()
@@ -383,19 +392,6 @@ class Recorder:
         self.seconds = self.capture.seconds = 0.0
         self.since = record.step, now_
         self._write(record.step, rows)
-
-    def _updates(self, record: StepRecord) -> None:
-        """Add each matrix's change over its norm, except for matrices that were removed or resized."""
-        now: dict[str, Tensor] = dict(self.model.named_parameters())
-        alike = {n: w for n, (w, _) in record.weights.items() if n in now and now[n].shape == w.shape}
-        for name in record.weights.keys() & now.keys() - alike.keys():
-            self._warn({f"update_ratio of {name}": f"its shape changed in step {record.step}"})
-        change = list(alike.values())
-        after = [now[n].detach().to(w.device, w.dtype) for n, w in alike.items()]
-        torch._foreach_sub_(change, after)
-        for name, moved in zip(alike, frobenius_norms(change), strict=True):
-            norm = record.weights[name][1]
-            record.add({"metric": "update_ratio", **self._place(name)}, torch.where(norm > 0, moved / norm, torch.nan))
 
     def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         if not self.active:
@@ -467,17 +463,10 @@ def _scales(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile and DistributedDataParallel; raises for FSDP1's flat parameters."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            break
-        model = inner
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
-        raise WorkbenchError(
-            "FullyShardedDataParallel stores no separate matrices; shard the model with fully_shard (FSDP2)"
-        )
+        raise WorkbenchError("FullyShardedDataParallel stores no separate matrices; shard with fully_shard (FSDP2)")
     return model
 
 

@@ -7,8 +7,7 @@ last sentence weighs what speaks for and against, and names the experiment that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -39,9 +38,8 @@ def _at(
     frame: pd.DataFrame, metric: str, *, last: bool = True, site: str | None = None, control: str | None = None
 ) -> pd.DataFrame:
     """Return rows of a metric, or of one of its controls, at the last step (or at step 0) without a variant."""
-    rows = frame[
-        (frame["metric"] == metric) & (frame["control"].isna() if control is None else frame["control"] == control)
-    ]
+    of_control = frame["control"].isna() if control is None else frame["control"] == control
+    rows = frame[(frame["metric"] == metric) & of_control]
     steps = frame["step"].dropna()
     step = (steps.max() if last else 0) if len(steps) else None
     if step is not None:
@@ -118,7 +116,13 @@ def sinks_text(frame: pd.DataFrame, token: TokenName = TOKEN) -> str:
     heads = mass[mass["head"].notna() & mass["variant"].isna()]
     if heads.empty:
         return "Not measured: this model's attention gives no statistics."
-    strong, rest = heads[heads["value"] > SINK_MASS], _null(frame)
+    strong, rest = heads[heads["value"] > SINK_MASS], ""
+    if len(null := _finite(_at(frame, "null_mass")).sort_values("value")):  # of softmaxes with a sink logit
+        most = null.iloc[-1]
+        where = f"{_percent(most['value'], most['se'])} in layer {int(most['layer'])}, head {int(most['head'])}"
+        rest = (
+            f" Heads can also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {where}."
+        )
     top = heads.sort_values("value").iloc[-1]
     floor = f"; uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
@@ -141,15 +145,17 @@ def _drain_text(frame: pd.DataFrame, drain: pd.DataFrame, layers: set[int], whos
     drain = drain[drain["layer"].isin(layers)].sort_values("value")
     if drain.empty:
         return "their values were not measured"
-    worst, verdicts = drain.iloc[0], [_drained(row) for row in drain.to_dict("records")]
+    worst, verdicts = drain.iloc[0], list[str]()  # by two standard errors; unresolved without an error
+    for value, se in zip(drain["value"], drain["se"], strict=True):
+        known = "drained" if value + 2 * se < DRAINED else "not drained" if value - 2 * se > DRAINED else "unresolved"
+        verdicts.append(known)
     before = _drain(frame, last=False) if pd.isna(worst["variant"]) else drain.head(0)
     text = (
         f"{verdicts[0]}: {whose} {pm(worst['value'], worst['se'])} times the others' median norm in layer "
         f"{int(worst['layer'])} (1 = none, drained below {DRAINED}){_at_init(frame, before, worst['layer'])}"
     )
-    return text + (
-        f"; {verdicts.count('drained')} of {len(drain)} layers with sinks are drained" if len(drain) > 1 else ""
-    )
+    drained = f"; {verdicts.count('drained')} of {len(drain)} layers with sinks are drained"
+    return text + drained * (len(drain) > 1)
 
 
 def _anywhere(frame: pd.DataFrame, token: TokenName) -> str:
@@ -163,9 +169,8 @@ def _anywhere(frame: pd.DataFrame, token: TokenName) -> str:
     if strong.empty:
         return f" No other position is one either: few positions of a head hold at most {most}."
     where = sink_names(_of_head(shares, top), token)
-    kind = (
-        "" if _rests(frame) else "; these differ between documents, as where heads find tokens again, and are no sink"
-    )
+    differ = "; these differ between documents, as where heads find tokens again, and are no sink"
+    kind = "" if _rests(frame) else differ
     text = f" At any position: {len(strong)} of {len(heads)} heads rest on {FOUND_MOST} positions at most (strongest {most}: {where}{kind})"
     if where != "position 0":
         drain = _drain(frame, variant="found")
@@ -200,22 +205,6 @@ def sink_names(shares: pd.DataFrame, token: TokenName = TOKEN) -> str:
     words = ("the first " * name.startswith("first ") + token(int(name.split()[-1])) for name in names)
     more = "" if rows["value"].sum() >= ALMOST * total else OTHERS
     return ", ".join(words) + more
-
-
-def _drained(row: Mapping[Any, Any]) -> str:
-    """Return whether a layer's first value is drained by two standard errors; unresolved without an error."""
-    low, high = row["value"] - 2 * row["se"], row["value"] + 2 * row["se"]
-    return "drained" if high < DRAINED else "not drained" if low > DRAINED else "unresolved"
-
-
-def _null(frame: pd.DataFrame) -> str:
-    """Return the share of attention on a sink logit, for softmaxes that have one."""
-    null = _finite(_at(frame, "null_mass"))
-    if null.empty:
-        return ""
-    top = null.sort_values("value").iloc[-1]
-    most = f"{_percent(top['value'], top['se'])} in layer {int(top['layer'])}, head {int(top['head'])}"
-    return f" Heads can also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {most}."
 
 
 def _drain(frame: pd.DataFrame, *, last: bool = True, variant: str | None = None) -> pd.DataFrame:
@@ -256,38 +245,19 @@ def token_share_text(frame: pd.DataFrame) -> str:
     )
 
 
-def _together(frame: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """Change of the loss and its error, NaN where unknown, with the values of all layers after the first replaced, by replacement."""
-    rows = _at(frame, "value_ablation")
-    rows = rows if len(rows) else _at(frame, "deep_value_ablation")
-    rows = rows[rows["layer"].isna()]
-    values, errors = rows["value"].astype(float), rows["se"].astype(float)
-    return {str(k): (v, e) for k, v, e in zip(rows["variant"], values, errors, strict=True)}
-
-
 def _replaced(change: dict[str, tuple[float, float]], has_own: bool = True) -> str:
     """Return the loss from replacing later values, or why it is unknown."""
     if not {"token_mean", "zero"} & set(change):
         return _NOT_REPLACED if has_own else _NO_OWN
     share = change.get("seen", (math.nan, math.nan))[0]
     seen = f" at the {share:.0%} of positions whose token has one" if math.isfinite(share) else ""
-    costs = [
-        f"{how} costs {_cost(*change[name])}"
-        for name, how in (("token_mean", f"their token's mean{seen}"), ("zero", "zero"))
-        if name in change and math.isfinite(change[name][0])
-    ]
+    costs = []
+    for name, how in (("token_mean", f"their token's mean{seen}"), ("zero", "zero")):
+        value, se = change.get(name, (math.nan, math.nan))
+        if math.isfinite(value):
+            number = f"{value:+.3f} nats (error unknown)" if math.isnan(se) else f"{value:+.3f} ± {se:.3f} nats"
+            costs.append(f"{how} costs {number}")
     return f"Replacing all later layers' own values by {', by '.join(costs) or 'anything'}{'' if costs else ' gives no number'}."
-
-
-def _cost(value: float, se: float) -> str:
-    return f"{value:+.3f} nats (error unknown)" if math.isnan(se) else f"{value:+.3f} ± {se:.3f} nats"
-
-
-def _named_path(frame: pd.DataFrame) -> str:
-    """The value path that a model's name says it has."""
-    parts = str(frame["architecture"].iloc[0]).split("+")
-    known = [ARCHITECTURES[part] for part in parts if part in ARCHITECTURES]
-    return next((a.label for a in known if a.value_path), "")
 
 
 def residual_text(frame: pd.DataFrame, path: str | None = None) -> str:
@@ -297,26 +267,27 @@ def residual_text(frame: pd.DataFrame, path: str | None = None) -> str:
         frame: Records of the model.
         path: The value paths that were found in its numbers, in words; "" where there are none, None where they are unknown.
     """
-    change, has_own = _together(frame), bool(((frame["site"] == "own_v") & (frame["layer"] > 0)).any())
-    if has := _named_path(frame) or path:
-        costs = _replaced(change, has_own)
-        return (
-            f"It has a value path already ({has}). {costs} Whether that path is why needs a model trained without it."
-        )
-    if path is None and str(frame["architecture"].iloc[0]) == "unknown":
+    rows = _at(frame, "value_ablation")
+    rows = rows if len(rows) else _at(frame, "deep_value_ablation")
+    rows = rows[rows["layer"].isna()]  # the values of all layers after the first are replaced
+    pairs = zip(rows["value"].astype(float), rows["se"].astype(float), strict=True)
+    change = dict(zip(map(str, rows["variant"]), pairs, strict=True))  # of the loss, and its error
+    has_own = bool(((frame["site"] == "own_v") & (frame["layer"] > 0)).any())
+    architecture = str(frame["architecture"].iloc[0])
+    known = [ARCHITECTURES[part] for part in architecture.split("+") if part in ARCHITECTURES]
+    if has := next((a.label for a in known if a.value_path), path):
+        why = "Whether that path is why needs a model trained without it."
+        return f"It has a value path already ({has}). {_replaced(change, has_own)} {why}"
+    if path is None and architecture == "unknown":
         return f"Undecided: it is unknown whether the model has a value path already. {_replaced(change, has_own)}"
     if why := _undecided(change, has_own):
         return f"Undecided: {why[0].lower()}{why[1:]}"
     for_it, against, low = _of_values(change)
     mass = _finite(_at(frame, "sink_mass"))["value"]
-    if len(mass):
-        sinks_there = float(mass.max()) > SINK_MASS or _rests(frame)
-        sides, reason = (
-            (for_it, "there are sinks, which the published models lose"),
-            (against, "there are no sinks to remove"),
-        )
-        side, words = sides if sinks_there else reason
-        side.append(words)
+    if len(mass) and (float(mass.max()) > SINK_MASS or _rests(frame)):
+        for_it.append("there are sinks, which the published models lose")
+    elif len(mass):
+        against.append("there are no sinks to remove")
     more = len(for_it) - len(against)
     start = "Open" if low or not more else "More speaks for it" if more > 0 else "More speaks against it"
     pro, con = ("; ".join(reasons) or "nothing measured here" for reasons in (for_it, against))
@@ -353,16 +324,21 @@ def _of_values(change: dict[str, tuple[float, float]]) -> tuple[list[str], list[
         reason = f"the token alone supplies {supplied:.0%} of what later values do ({facts})"
         return [f"{reason}, and the first layer's values are a function of it"], [], ""
     if "seen" in change:  # a table from few documents: rare ids' means are noise, which costs what context would
-        low = f" The token alone supplies at least {max(supplied, 0):.0%} of what later values do ({facts}): a table of means from as many "
-        return (
-            [],
-            [],
-            (
-                f"{low}documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
-            ),
+        bound = (
+            f" The token alone supplies at least {max(supplied, 0):.0%} of what later values do ({facts}): a table of means from as many "
+            "documents as were measured gives a lower bound, which decides neither way; `--layers` reads a large one."
         )
+        return [], [], bound
     if supplied + error < HARDLY:
         return [], [f"later values need context: the token alone supplies {supplied:.0%} of what they do ({facts})"], ""
     if supplied + error < MOSTLY:
         return [], [f"the token supplies only part, {supplied:.0%}, of what later values do ({facts})"], ""
     return [], [], f" How much the token alone supplies is unresolved: {supplied:.0%} ± {error / 2:.0%} ({facts})."
+
+
+SENTENCES = {
+    "concentration": concentration_text,
+    "sinks": sinks_text,
+    "token_share": token_share_text,
+    "residual": residual_text,
+}

@@ -41,12 +41,11 @@ def serve(runs: Path, port: int) -> Server:
     """
     url = f"http://{HOST}:{port}"
     builders = variable(BUILDERS)
-    if (note := _ours(runs, port)) is not None:
+    if (note := running_note(runs, port)) is not None:
         if note.get("builders", "") != builders:
             setting = f"with {BUILDERS}={note['builders']}" if note.get("builders") else f"without {BUILDERS}"
-            raise WorkbenchError(
-                f"{url} shows these runs already, {setting}: stop it (process {note['pid']}), or name another --port"
-            )
+            cure = f"stop it (process {note['pid']}), or name another --port"
+            raise WorkbenchError(f"{url} shows these runs already, {setting}: {cure}")
         say(f"dashboard: {url} (already running)")
         return Server(url, None)
     with socket.socket() as probe:
@@ -119,7 +118,7 @@ def stop(server: Server) -> None:
         server.process.wait()
 
 
-def _ours(runs: Path, port: int) -> dict[str, Any] | None:
+def running_note(runs: Path, port: int) -> dict[str, Any] | None:
     """Return the note about the running dashboard of these runs on this port, or None."""
     try:
         note: dict[str, Any] = read_json(runs / NOTE)
