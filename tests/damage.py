@@ -51,6 +51,7 @@ from workbench.files import write_json
 from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
 from workbench.runs.index import INDEX
+from workbench.runs.log_import import import_logs
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
 from workbench.runs.run import Run, list_runs
 from workbench.runs.table_cache import RecordCache, TelemetryCache
@@ -380,6 +381,35 @@ def bookkept(kind):
     return make
 
 
+LOG = pd.DataFrame(
+    {"step": range(0, 200, 10), "train_loss": np.linspace(9, 4, 20), "val_loss": np.linspace(9.1, 4.2, 20)}
+)
+LINES = "".join(
+    f"step {r.step}: train loss {r.train_loss:.4f}, val loss {r.val_loss:.4f}\niter {r.step}: loss {r.train_loss:.4f}, time 9.25ms\n"
+    for r in LOG.itertuples()
+)
+HISTORY = {
+    "global_step": 190, "log_history": [{"step": 10 * i, "epoch": i / 10, "loss": 9 - i / 4, "learning_rate": 1e-3} for i in range(20)],
+}  # fmt: skip
+
+
+def with_events(file):
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(file.parent / "events")) as writer:
+        for row in LOG.itertuples():
+            writer.add_scalar("train/loss", row.train_loss, row.step)
+    (made,) = (file.parent / "events").iterdir()
+    made.rename(file)
+
+
+def imported(file):
+    """A training log as runs, whose numbers are read again."""
+    runs = file.parent / f"runs{len(list(file.parent.iterdir()))}"
+    for run in import_logs([file], runs, name="log").runs:
+        run.telemetry()
+
+
 SIDE = {
     "tokenizer": (reader(own_tokenizer, "tokenizer.json", load_tokenizer), mutated),
     "llama2.c's tokenizer": (
@@ -403,6 +433,12 @@ SIDE = {
             "rows.parquet", lambda f: from_files([f]),
         ), mutated,
     ),
+    "log of nanoGPT": (reader(text(LINES), "train.log", imported), mutated),
+    "trainer_state.json": (reader(text(json.dumps(HISTORY)), "trainer_state.json", imported), mutated),
+    "values of a trainer_state.json": (reader(text(json.dumps(HISTORY)), "trainer_state.json", imported), in_values),
+    "log as CSV": (reader(lambda f: LOG.to_csv(f, index=False), "metrics.csv", imported), mutated),
+    "log as Parquet": (reader(lambda f: LOG.to_parquet(f), "log.parquet", imported), mutated),
+    "event file": (reader(with_events, "events.out.tfevents.1", imported), mutated),
     "token ids": (reader(lambda f: np.arange(4000, dtype="<u2").tofile(f), "ids.bin", lambda f: read_tokens(f, 4000)), mutated),
     "corpus": (reader(stored_corpus, "corpus/documents.parquet", lambda f: load_corpus(f.parent)), mutated),
     "corpus's manifest": (reader(stored_corpus, "corpus/manifest.json", lambda f: load_corpus(f.parent)), mutated),

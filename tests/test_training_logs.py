@@ -314,6 +314,7 @@ def test_tables_of_lightning_and_wandb_have_holes_and_a_column_for_each_run(tmp_
 def test_event_files_are_read_in_both_encodings(tmp_path):
     SummaryWriter = pytest.importorskip("tensorboardX", reason="extra tensorboard").SummaryWriter
     from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
 
     with SummaryWriter(str(tmp_path / "tb")) as writer:
         for step in (0, 10, 20):
@@ -325,11 +326,17 @@ def test_event_files_are_read_in_both_encodings(tmp_path):
     value.tensor.dtype = 1
     value.tensor.float_val.append(0.25)
     data = newer.SerializeToString()
-    written(file, file.read_bytes() + len(data).to_bytes(8, "little") + b"0000" + data + b"0000" + b"\x20" + b"\0" * 20)
+    length = struct.pack("<Q", len(data))
+    event = length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+    whole = file.read_bytes() + event
+    written(file, whole + event[:20])
     run, numbers = curves(file)
     assert run[0]["train_loss"] == {0: 3.0, 10: 2.0, 20: 1.0, 30: 0.25}
     assert run[0]["validation_loss"] == {1: 2.5}
     assert numbers.skipped["the last event is cut off"] == 1
+    for at in (len(whole) - 8, len(whole) - len(event)):  # in the value and in the length
+        with pytest.raises(BadData, match="damaged at byte"):
+            curves(written(file, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]))
 
 
 def test_mlflow_folders_are_one_run(tmp_path):

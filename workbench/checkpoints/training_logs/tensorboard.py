@@ -25,7 +25,9 @@ PART = re.compile(r"(?:.*loss_)?(?P<name>train|training|val|valid|validation|eva
 
 def _read(path: Path, numbers: LogNumbers) -> None:
     try:
+        from google.protobuf.message import DecodeError
         from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import masked_crc32c
     except ImportError:
         raise BadData(f"{path} needs tensorboardX: {install('tensorboard')}") from None
     numbers.by_quantity = True
@@ -33,15 +35,23 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     numbers.evaluation = part is None and of_evaluation(path)
     with open_regular(path) as file:
         while len(head := file.read(12)) == 12:
-            size = struct.unpack("<Q", head[:8])[0]
-            data = file.read(size) if size <= LARGEST else None
-            if data is None:
-                file.seek(size, 1)
-            elif len(data) < size:
+            damaged = BadData(f"{path} is damaged at byte {file.tell() - 12}; copy it again")
+            size, checksum = struct.unpack("<QI", head)
+            if checksum != masked_crc32c(head[:8]):
+                raise damaged
+            if size > LARGEST:
+                file.seek(size + 4, 1)
+                continue
+            data, end = file.read(size), file.read(4)
+            if len(end) < 4:
                 numbers.skipped["the last event is cut off"] += 1
                 break
-            file.seek(4, 1)
-            event = Event.FromString(data) if data else Event()
+            try:
+                event = Event.FromString(data)
+            except DecodeError:
+                raise damaged from None
+            if event.summary.value and struct.unpack("<I", end)[0] != masked_crc32c(data):
+                raise damaged
             for value in event.summary.value:
                 scalar = _scalar(value)
                 if scalar is not None:
