@@ -11,7 +11,7 @@ from prompt_ids import some_ids
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.prompts import score_attribution, sink_attribution
+from workbench.prompts import logit_attribution, score_attribution, sink_attribution, token_path
 
 PAPER = ["transformer", "resformer", "svformer", "neutreno", "denseformer"]
 ODD = [
@@ -55,7 +55,7 @@ def test_a_score_worked_by_hand(tiny):
     assert result.score == pytest.approx(2 / 2**0.5)
     assert result.keys["embed"] == pytest.approx(1 / 2**0.5)
     assert result.queries["0_mlp_out"] == 0
-    assert "the key's embedding (+0.707), there most with the query's embedding (+1.41)" in result.sentence
+    assert "key's largest part is embedding (+0.707), mostly through the query's embedding (+1.41)." in result.sentence
 
 
 @pytest.mark.parametrize("architecture", PAPER + ODD)
@@ -121,6 +121,38 @@ def test_a_sink_logit_is_noted(awake):
     assert workbench.prompts.score_attribution is score_attribution
 
 
+# ---- the path of a token ----
+
+
+def paths_and_head(model, ids):
+    """Paths of all keys of one query through head 1.2, and the head's rows of the logit attribution."""
+    frame = logit_attribution(model, ids, 7, 5).frame.query("level == 'value_path' and layer == 1 and head == 2")
+    return [token_path(model, ids, 1, 2, 7, key, 5) for key in range(8)], frame.set_index("path")["value"]
+
+
+@pytest.mark.parametrize("architecture", ["resformer", "neutreno", "gated_attention", "cross_layer"])
+def test_paths_of_all_keys_sum_to_the_heads_part_of_the_logit(awake, architecture):
+    paths, head = paths_and_head(awake(architecture), some_ids(9))
+    sums = sum(p.frame.set_index("path")["logits"] for p in paths)
+    assert sums[head.index].to_numpy() == pytest.approx(head.to_numpy(), abs=1e-6)
+    assert sum(p.weight for p in paths) == pytest.approx(1, abs=1e-5)
+    assert paths[0].head_logits == pytest.approx(head.sum(), abs=1e-6)
+
+
+def test_a_path_is_the_weight_times_the_value_times_the_direction_of_the_logit(awake):
+    model, ids = awake(), some_ids(9)
+    result = token_path(model, ids, 1, 2, 7, 3, 5)
+    _, cache = model.run_with_cache(ids)
+    written = cache["blocks.1.attn.hook_v"][0, 3, 2] @ model.blocks[1].attn.W_O[2]
+    direction = model.unembed.weight[5] * model.ln_final.weight / cache["ln_final.hook_scale"][0, 7]
+    weight, per_weight = float(cache["blocks.1.attn.hook_pattern"][0, 2, 7, 3]), float((written @ direction).detach())
+    assert result.weight == pytest.approx(weight, abs=1e-6)
+    assert result.frame["per_weight"].item() == pytest.approx(per_weight, abs=1e-5)
+    assert result.logits == pytest.approx(weight * per_weight, abs=1e-6)
+    with pytest.raises(BadData, match="token id 61"):
+        token_path(model, ids, 1, 2, 7, 3, 61)
+
+
 # ---- decoders of others ----
 
 FAMILIES = {
@@ -166,6 +198,9 @@ def test_parts_sum_to_the_score_of_observed_decoders(family):
     finer = score_attribution(model, ids, 1, 3, 9, 4, by="value_path")
     attention = [label for label in finer.matrix.columns if label.startswith(("L0", "0_attn"))]
     assert finer.keys[attention].sum() == pytest.approx(result.keys["0_attn_out"], abs=tight)
+    if family == "Qwen3":
+        paths, head = paths_and_head(model, ids[:, :9])
+        assert sum(p.logits for p in paths) == pytest.approx(head.sum(), abs=1e-6)
     sink = sink_attribution(model, ids, 1)[2]
     contrast = [scores[2, i, 0] - scores[2, i, 1 : i + 1].mean() for i in range(1, 11)]
     assert sink.score == pytest.approx(float(torch.stack(contrast).mean()), abs=tight)

@@ -288,7 +288,7 @@ class View {
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
     panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, narrow || i === 0 || !minus));
-    made("p", "help", this.maps, "Hover: read a cell. Click: select its query. Drag: zoom in. Double click: zoom out. " +
+    made("p", "help", this.maps, "Hover: read a cell. Click: select its query and key. Drag: zoom in. Double click: zoom out. " +
       "Keys: arrows move, Enter selects, Escape deselects, + and − zoom, 0 shows the whole prompt.");
   }
 

@@ -42,7 +42,7 @@ def write_selection() -> None:
         case {"whole": True}:
             widgets.update_url(queries=None, keys=None)
         case {"lock": query, **key}:
-            widgets.update_url(lock=query, key=None if query is None else key.get("key"), against=None)
+            widgets.update_url(lock=query, key=None if query is None else key.get("key"), against=None, target=None)
 
 
 def packed_attention(choice: Choice, patterns: list[Seen], caption: str) -> bytes:

@@ -16,7 +16,7 @@ from ..elements import attention as element
 from ..elements import token_strip
 from ..figures import files, ready, show
 from ..page_frame import figures_side_by_side, page, toolbar
-from ..prompt_box import prompt_box
+from ..prompt_box import choose_token, prompt_box
 
 ABOUT = (
     "Each row of a map is a query token, each column an earlier key token; a row sums to 1. A bright first column is an attention "
@@ -27,11 +27,16 @@ SCORE = (
     "The score of a query and a key, before the softmax, is a sum: each part of the query's stream (rows) times each part of the key's "
     "stream (columns). A large positive cell raises this attention weight. A difference of two keys is the log ratio of their weights."
 )
+PATH = (
+    "One token's way through this head. Left: the parts of its key that make the score. Right: what its value adds to the logit of a token "
+    "at the query, by the source of the value; each is the attention weight times the logit per unit of weight. Direct effects only."
+)
 QUERY, KEY, NONE = "Query token", "Key token", "none"
-CELL = ("key", "against", "parts")
+CELL = ("key", "against", "parts", "target")
 FIGURES = {
     "Map of this head": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
     "Attention of one query": attention.query, "Statistics per head": attention.numbers, "Score attribution": attention.score,
+    "Path of a token": attention.path,
 }  # fmt: skip
 
 
@@ -50,7 +55,7 @@ def attention_page(link: Link) -> None:
     choice, patterns = attention.seen(source, link)
     with strip:
         token_strip.draw_token_strip(
-            choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=CELL[:2],
+            choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=("key", "against", "target"),
             colours=attention.per_token(patterns[0]), unit="received" if choice.lock is None else "of its attention",
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
@@ -96,7 +101,9 @@ def _score(link: Link, choice: attention.Choice) -> None:
         others = {NONE: "none"} | {i: name for i, name in names.items() if i != key}
         against = widgets.choose("Minus key", "against", list(others), NONE, show=others.__getitem__, width=150)
         parts = widgets.choose("Parts", "parts", list(attention.PARTS), show=attention.PARTS.__getitem__, width=150)
-    show(attention.score, link.but(key=key, against=None if against == NONE else against, parts=parts), about=SCORE)
+        link = choose_token(link.but(key=key), choice.text, "Token", "target", position=query, width=130)
+    show(attention.score, link.but(against=None if against == NONE else against, parts=parts), about=SCORE)
+    show(attention.path, link, about=PATH)
 
 
 def _choices(bare: Link) -> Link:

@@ -62,7 +62,7 @@ def heads_page(link: Link) -> None:
         )  # fmt: skip
     with right:
         show(heads.history, link)
-        panel = st.expander("Sink score by part", on_change="rerun", key="open_sink")
+        panel = st.expander("Sink score by part", on_change="rerun", key="open_sink_parts")
         if panel.open:
             with panel:
                 show(heads.sink, link, long="Reading validation text at every checkpoint")

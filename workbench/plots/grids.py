@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as markup
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -158,6 +159,13 @@ def _add(
         low, high = (0, len(y) - 1) if row is None else (row, row)
         box = {"x0": column - 0.5, "x1": column + 0.5, "y0": low - 0.5, "y1": high + 0.5}
         figure.add_shape(type="rect", name=CHOSEN, line={"color": MARKED, "width": 2}, **box, **where)
+
+
+def signed(values: np.ndarray) -> np.ndarray:
+    """Write numbers with a sign for cells, the largest with three digits; 0 where they round to nothing beside it."""
+    places = max(0, 2 - math.floor(math.log10(np.abs(values).max(initial=1e-12) or 1e-12)))
+    write = lambda x: f"{x:+.{places}f}" if round(float(x), places) else "0"  # noqa: E731
+    return np.vectorize(write, otypes=[object])(values)
 
 
 def _letters(grid: Grid, abreast: int) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.prompts.flow import ValueFlow, value_flow
     from workbench.prompts.lens import Lens, Predictions, logit_lens, next_tokens
     from workbench.prompts.passages import Excerpt, excerpt, sharpest_pairs
+    from workbench.prompts.paths import TokenPath, token_path
     from workbench.prompts.prompt import Prompt, PromptLike, tokenise
     from workbench.prompts.scores import ScoreAttribution, part_in_words, score_attribution, sink_attribution
     from workbench.prompts.self_check import check_model
@@ -37,6 +38,7 @@ _MODULES = {
     "flow": ("ValueFlow", "value_flow"),
     "lens": ("Lens", "Predictions", "logit_lens", "next_tokens"),
     "passages": ("Excerpt", "excerpt", "sharpest_pairs"),
+    "paths": ("TokenPath", "token_path"),
     "prompt": ("Prompt", "PromptLike", "tokenise"),
     "scores": ("ScoreAttribution", "part_in_words", "score_attribution", "sink_attribution"),
     "self_check": ("check_model",),
@@ -44,10 +46,10 @@ _MODULES = {
 }  # fmt: skip
 __all__ = [
     "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",
-    "Pool", "Predictions", "Prompt", "PromptLike", "ScoreAttribution", "Sweep", "ValueFlow", "ValueNorms", "Window",
+    "Pool", "Predictions", "Prompt", "PromptLike", "ScoreAttribution", "Sweep", "TokenPath", "ValueFlow", "ValueNorms", "Window",
     "attention_inputs", "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
     "logit_attribution", "logit_lens", "next_tokens", "part_in_words", "patch_sweep", "score_attribution", "sharpest_pairs",
-    "sink_attribution", "token_identity", "tokenise", "value_flow", "value_norms",
+    "sink_attribution", "token_identity", "token_path", "tokenise", "value_flow", "value_norms",
 ]  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -50,7 +50,8 @@ def own_score_parts(model: Transformer, ids: Tensor, layer: int, by: By, pos: Se
     names = [f"{stem}q", f"{stem}k", *(point for each in terms.values() for _, factors in each for point, _ in factors)]
     for j in layers:
         names += anatomy.needed(by, j)
-        names += [p for p in _scales(j) if p in model.hook_dict]
+        scales = ("ln1.hook_scale", "attn.q_proj.norm.hook_scale", "attn.k_proj.norm.hook_scale")
+        names += [p for scale in scales if (p := f"blocks.{j}.{scale}") in model.hook_dict]
     tensors = RebuiltPatterns()
     by_layer(model, ids, {n: [n] for n in dict.fromkeys(names)}, lambda _, one: tensors.update(one))
     from workbench.models.activation_cache import Cache
@@ -103,10 +104,6 @@ def _terms(
             raise BadData(f"layer {layer} reads its {name} from a table, not from a stream")
         more = factors if wiring.mixer is None else (*factors, (f"blocks.{layer}.attn.{attn.weight_points[name]}", i))
         yield from _terms(model, j, name, more, own=j == layer or wiring.sources[j] == "own")
-
-
-def _scales(layer: int) -> list[str]:
-    return [f"blocks.{layer}.ln1.hook_scale", *(f"blocks.{layer}.attn.{x}_proj.norm.hook_scale" for x in "qk")]
 
 
 def _projected(block: Any, parts: Tensor, name: str, cut: Any) -> Tensor:

@@ -60,17 +60,17 @@ class ScoreAttribution:
 
     @property
     def sentence(self) -> str:
-        """The part of the key that pushes the score its own way most, and the part of the query that it meets, in words."""
+        """The largest part of the key in the direction of the score, and the part of the query that meets it."""
         cells, sign = self.matrix.to_numpy(), -1.0 if self.score < 0 else 1.0
         key = int((sign * cells.sum(0)).argmax())
         query = int((sign * cells[:, key]).argmax())
         rows, columns = (
             list(map(part_in_words, map(str, index))) for index in (self.matrix.index, self.matrix.columns)
         )
-        place = f"; the positions alone add {self.position:+.3g}" if self.position else ""
+        place = f" The positions alone add {self.position:+.3g}." if self.position else ""
         return (
-            f"{self.subject}: {self.score:+.3g}, most by the key's {columns[key]} ({cells[:, key].sum():+.3g}), there most with the "
-            f"query's {rows[query]} ({cells[query, key]:+.3g}){place}."
+            f"{self.subject}: {self.score:+.3g}. The key's largest part is {columns[key]} ({cells[:, key].sum():+.3g}), mostly through the "
+            f"query's {rows[query]} ({cells[query, key]:+.3g}).{place}"
         )
 
     def _repr_html_(self) -> str:
@@ -126,13 +126,15 @@ def score_attribution(
     scale = found.whole["q"].shape[-1] ** -0.5
     signs = torch.tensor([1.0, -1.0][: len(at) - 1], dtype=torch.float64, device=prompt.ids.device)
     q, k = found.parts["q"][:, 0, 0, head], torch.einsum("s,psd->pd", signs, found.parts["k"][:, 0, 1:, head])
-    place = torch.zeros((), dtype=torch.float64)
+    place = torch.zeros((), dtype=torch.float64, device=prompt.ids.device)
     if found.slopes is not None:
-        places = torch.stack([torch.tensor([j, at[0], 1.0], dtype=torch.float64) for j in at[1:]])
+        places = found.slopes.new_tensor([[j, at[0], 1.0] for j in at[1:]])
         place = signs @ (places @ found.slopes[head])
     score = scale * found.whole["q"][0, 0, head] @ (signs @ found.whole["k"][0, 1:, head]) + place
     words = [f"“{token}” ({i})" for token, i in zip(prompt.strings(prompt.ids[0, at].tolist()), at, strict=True)]
-    subject = f"score of {words[0]} for {words[1]}" + ("" if against is None else f" minus that for {words[2]}")
+    subject = f"score of query {words[0]} and key {words[1]}" + (
+        "" if against is None else f" minus that of {words[2]}"
+    )
     return _checked(found, layer, head, scale * q @ k.T, score, place, subject)
 
 

@@ -13,10 +13,10 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
-from workbench.plots.grids import safe
+from workbench.plots.grids import safe, signed
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.positions import short
+from workbench.views.positions import path_in_words, quoted, short
 from workbench.views.source import RunAtStep, Source
 
 SCALES = {"brightest": "up to the largest weight", "root": "square root, for small weights", "one": "from 0 to 1"}
@@ -358,7 +358,7 @@ def score(source: Source, link: Link) -> Drawing:
     choice, (query, key) = attention_options(source, link), cell(source, link)
     by: Any = link.choice("parts", PARTS)
     against = link.whole("against")
-    parts, tables, sentences = list[tuple[str, plots.Grid]](), list[pd.DataFrame](), list[str]()
+    matrices, tables, sentences = list[tuple[str, pd.DataFrame]](), list[pd.DataFrame](), list[str]()
     for subject, tokens in zip(choice.subjects, choice.tokens, strict=True):
         if tokens != choice.tokens[0]:
             sentences.append(f"{subject.title} is left out: it has other tokens.")
@@ -367,7 +367,7 @@ def score(source: Source, link: Link) -> Drawing:
             prompts.score_attribution, subject, choice.text, layer=choice.layer, head=choice.head, query=query, key=key,
             against=against, by=by,
         )  # fmt: skip
-        parts.append((subject.title, _parts_grid(result.matrix)))
+        matrices.append((subject.title, _folded(_folded(result.matrix).T).T))
         rows = result.matrix.rename_axis("query part").reset_index()
         tables.append(rows.melt("query part", var_name="key part", value_name="score").assign(model=subject.title))
         sentences += [f"{subject.title}: {result.sentence} Sum off by {result.error:.0e}.", *result.notes]
@@ -375,6 +375,8 @@ def score(source: Source, link: Link) -> Drawing:
         f"“{safe(short(choice.tokens[0][i]))}” ({i})" for i in (query, key, *([] if against is None else [against]))
     ]
     what = f"query {names[0]}, key {names[1]}" + ("" if against is None else f" minus key {names[2]}")
+    top = max(float(matrix.abs().to_numpy().max()) for _, matrix in matrices) or 1.0
+    parts = [(title, _parts_grid(matrix, top, written=len(matrices) == 1)) for title, matrix in matrices]
     figure = plots.grids(
         parts, "Score attribution",
         f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query times part of the key; norms fixed",
@@ -387,23 +389,86 @@ def _folded(matrix: pd.DataFrame) -> pd.DataFrame:
     sizes = matrix.abs().sum(axis=1)
     if len(sizes) <= MOST_PARTS + 1:
         return matrix
-    largest = set(sizes.nlargest(MOST_PARTS).index)
-    groups = [label if label in largest else f"{len(sizes) - MOST_PARTS} others" for label in matrix.index]
-    return matrix.groupby(groups, sort=False).sum()
+    largest = matrix.index.isin(sizes.nlargest(MOST_PARTS).index)
+    rows = matrix[largest].copy()
+    rows.loc[f"{len(sizes) - MOST_PARTS} others"] = matrix[~largest].sum()
+    return rows
 
 
-def _parts_grid(matrix: pd.DataFrame) -> plots.Grid:
-    """A map of the largest parts with the sums of rows and columns."""
-    matrix = _folded(_folded(matrix).T).T
-    cells = matrix.to_numpy()
-    top = float(np.abs(cells).max()) or 1.0
-    cells = np.vstack([cells, cells.sum(0)])
+def _parts_grid(matrix: pd.DataFrame, top: float, *, written: bool) -> plots.Grid:
+    """A map of parts, colours from -top to top, with the sums of rows and columns; numbers are written into the only map."""
+    cells = np.vstack([matrix.to_numpy(), matrix.sum()])
     cells = np.hstack([cells, cells.sum(1, keepdims=True)])
     rows, columns = ([*map(prompts.part_in_words, axis), "sum"] for axis in matrix.axes)
     return plots.Grid(
         cells, rows, columns, "score", "part of the query", "part of the key", span=(-top, top), upward=False,
-        texts=np.vectorize("{:+.2g}".format)(cells),
+        texts=signed(cells) if written else None,
     )  # fmt: skip
+
+
+PART_COLOURS = dict(zip(("attention", "MLP", "embedding"), plots.HEADS, strict=False))  # by a part's first word
+
+
+@view("attention")
+def path(source: Source, link: Link) -> Drawing:
+    """Path of a token: the parts of its score at the left; at the right what its value adds to a logit at the query."""
+    choice, (query, key), token = attention_options(source, link), cell(source, link), link.whole("target")
+    names = [quoted(short(choice.tokens[0][i])) for i in (key, query)]
+    if token is None:
+        top = source.query(prompts.next_tokens, choice.subjects[0], choice.text, position=query, top=1).top
+        token = int(top["id"][0])
+    paths, tables, sentences = list[plots.DrawnPath](), list[pd.DataFrame](), list[str]()
+    for subject, tokens in zip(choice.subjects, choice.tokens, strict=True):
+        if tokens != choice.tokens[0]:
+            sentences.append(f"{subject.title} is left out: it has other tokens.")
+            continue
+        found = source.query(
+            prompts.token_path,
+            subject,
+            choice.text,
+            layer=choice.layer,
+            head=choice.head,
+            query=query,
+            key=key,
+            token=token,
+        )
+        own, parts = plots.colour(subject.series), _folded(found.score.keys.to_frame())[0]
+        sources, readers = list[plots.Strand](), list[plots.Strand]()
+        for name, size in zip(map(prompts.part_in_words, parts.index), parts, strict=True):
+            colour = PART_COLOURS.get(name.split()[0], plots.GREY)
+            sources.append(plots.Strand(name=name, size=size, says=f"{size:+.3g}", colour=colour))
+        rows = found.frame.to_dict("records")
+        for row in rows:
+            row["says"] = f"{found.weight:.3g} × {row['per_weight']:+.3g} = {row['logits']:+.3g}"
+            colour = own if row["path"] == "own" else plots.colour(plots.MINUS)
+            readers.append(
+                plots.Strand(
+                    name=path_in_words(row["path"]), size=row["logits"], says=f"{row['says']} logits", colour=colour
+                )
+            )
+        paths.append(plots.DrawnPath(
+            title=subject.title, centre=f"{names[0]} → {names[1]}: weight {found.weight:.3g}", colour=own,
+            sources={f"score {found.score.score:+.3g}, parts of the key": sources},
+            readers={f"logit of {quoted(found.token)} {found.logits:+.3g}, by value path": readers},
+        ))  # fmt: skip
+        tables += [
+            pd.DataFrame({"side": "score", "part": parts.index, "amount": parts.to_numpy()}).assign(
+                model=subject.title
+            ),
+            found.frame.rename(columns={"path": "part", "logits": "amount"}).assign(side="logit", model=subject.title),
+        ]
+        words = "; ".join(f"{path_in_words(row['path'])} {row['says']}" for row in rows)
+        sentences.append(
+            f"{subject.title}: weight {found.weight:.3g}, score {found.score.score:+.3g}. Through head {choice.layer}.{choice.head} the "
+            f"value adds {found.logits:+.3g} to the logit of “{found.token}”: {words}. All keys of the head add {found.head_logits:+.3g}."
+        )
+        sentences += found.score.notes
+    figure = plots.value_path(
+        paths, f"Path of {names[0]}",
+        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score; right: attention weight × "
+        "logit per weight = logits added at the query; norms fixed; hatched: negative",
+    )  # fmt: skip
+    return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 
 
 @view("attention")

@@ -15,6 +15,7 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots import heads as figures
+from workbench.plots.grids import signed
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
@@ -307,9 +308,13 @@ def passages(source: Source, link: Link) -> Drawing:
         raise WorkbenchError(f"{run_name(picked.entry)} {why}, so it cannot read text; its measures are in the ranking")
     at = max((n for n in steps if picked.step is None or n <= picked.step), default=steps[0])
     subject = RunAtStep(picked.entry, at)
-    ids, pairs = source.keep(
-        ("passages", picked.entry.path, picked.entry.stamp, subject.step, DOCUMENTS), lambda: _sharpest(source, subject)
-    )
+
+    def read() -> tuple[np.ndarray, pd.DataFrame]:
+        """Ids [document, pos] of the run's validation data, and every head's largest weight in each document."""
+        ids = _documents(subject.entry, DOCUMENTS)
+        return ids.numpy(), prompts.sharpest_pairs(source.model(subject), ids, progress=source.progress)
+
+    ids, pairs = source.keep(("passages", picked.entry.path, picked.entry.stamp, subject.step, DOCUMENTS), read)
     top = pairs[(pairs["layer"] == picked.layer) & (pairs["head"] == picked.head)]
     top = top.sort_values(["weight", "document"], ascending=[False, True], kind="stable").head(PASSAGES)
     table = _with_tokens(source.model(subject), top, ids, LETTERS.get(picked.entry.kind, 0))
@@ -332,12 +337,6 @@ def passages(source: Source, link: Link) -> Drawing:
         drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under
     )
     return Drawing(figure, table, sentence)
-
-
-def _sharpest(source: Source, subject: RunAtStep) -> tuple[np.ndarray, pd.DataFrame]:
-    """Ids [document, pos] of the run's validation data, and every head's largest weight in each document."""
-    ids = _documents(subject.entry, DOCUMENTS)
-    return ids.numpy(), prompts.sharpest_pairs(source.model(subject), ids, progress=source.progress)
 
 
 def _documents(entry: Entry, count: int) -> Any:
@@ -388,7 +387,7 @@ def sink(source: Source, link: Link) -> Drawing:
     top = float(cells.abs().to_numpy().max()) or 1.0
     grid = plots.Grid(
         cells.to_numpy(), list(cells.index), [str(step) for step in cells.columns], "score", "part of the key", "step",
-        span=(-top, top), texts=np.vectorize("{:+.2g}".format)(cells.to_numpy()), upward=False,
+        span=(-top, top), texts=signed(cells.to_numpy()), upward=False,
     )  # fmt: skip
     figure = plots.grids(
         [(picked.name, grid)], f"{picked.name}: sink score by part",

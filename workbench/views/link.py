@@ -38,7 +38,7 @@ PAGES = {
     ),
     "attention": PageInfo(
         "Attention", "grid_on", "Attention of every head",
-        ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch", "key", "against", "parts"),
+        ("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch", "key", "against", "parts", "target"),
     ),
     "heads": PageInfo(
         "Heads", "target", "Ranking of single heads", ("metric", "site", "variant", "end", "layer", "head")

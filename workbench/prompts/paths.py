@@ -1,0 +1,116 @@
+"""The path of a token through one head: who attends to it, which values are moved, and what they add to a logit.
+
+The value of one key passes the head with the attention weight of the run. With the pattern, the gates and the final norm frozen, its part
+of a logit is the weight times the logit of the value per unit of weight. Summed over keys it is the head's part of `logit_attribution`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+
+from workbench.errors import BadData, WorkbenchError
+from workbench.models.activation_cache import Cache
+from workbench.models.activations import RebuiltPatterns
+from workbench.models.decomposition import Reader, anatomy_of, decompose, label_parts
+from workbench.models.hooked import HookedModel
+from workbench.observing.recognition.outputs import SHARE
+from workbench.prompts.attention_maps import attention_inputs, attention_map
+from workbench.prompts.prompt import PromptLike, by_layer, single_prompt
+from workbench.prompts.scores import ScoreAttribution, score_attribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPath:
+    """One cell of an attention map: its score, its weight, and what its value adds to a logit at the query."""
+
+    score: ScoreAttribution
+    weight: float  # attention of the query to the key
+    token: str  # whose logit is meant
+    frame: pd.DataFrame
+    """A row for each value path: path; norm of the moved value in the stream; logits that it adds; per_weight = logits / weight."""
+    head_logits: float  # of the head, all keys together
+
+    @property
+    def logits(self) -> float:
+        """Sum of the value paths: what this key adds to the logit through this head."""
+        return float(self.frame["logits"].sum())
+
+
+@torch.no_grad()
+def token_path(
+    model: HookedModel, prompt: PromptLike, layer: int, head: int, query: int, key: int, token: int
+) -> TokenPath:
+    """Follow a token from one cell of an attention map to a logit.
+
+    Costs three runs and twice the attention of every layer for each value path.
+
+    Args:
+        model: A model of `build`, or an observed one.
+        prompt: Text, ids or `Prompt`.
+        layer: Layer of the head.
+        head: Query head.
+        query: Position of the query token, negative from the end.
+        key: Position of the key token, not after the query.
+        token: Id of the token whose logit at the query position is divided.
+
+    Returns:
+        The parts of the score, the attention weight, and the logits that the key's value adds, by value path.
+
+    Raises:
+        BadData: As `score_attribution` and `decompose`; an id outside the vocabulary; a gate that depends on the values.
+        WorkbenchError: Parts do not sum to the score or the logit.
+    """
+    prompt = single_prompt(model, prompt, least=1)
+    score = score_attribution(model, prompt, layer, head, query, key)
+    T, n_layers = prompt.ids.shape[1], model.config.n_layers
+    query, key = query % T, key % T
+    if isinstance(token, bool) or token not in range(model.config.d_vocab):
+        raise BadData(f"token id {token!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
+    if model.foreign is not None and model.structure.layers[layer].changed == SHARE:
+        raise BadData(f"layer {layer}: {SHARE}, so that the output of one key is not known")
+    anatomy = anatomy_of(model)
+    names = list(dict.fromkeys(anatomy.needed("value_path", n_layers, frozen=True)))
+    tensors = RebuiltPatterns()
+    by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(query, query + 1))
+    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
+    at = query, query + 1
+    whole = decompose(model, cache, to="logits", by="value_path", tokens=token, pos=at, anatomy=anatomy)
+    masked = RebuiltPatterns(tensors).with_recipes(model.recipes())
+    for name in value_points(model, layer, names):
+        kept = torch.zeros_like(tensors[name])
+        kept[:, key] = tensors[name][:, key]
+        masked[name] = kept
+    read = Reader(anatomy, Cache(masked, model, has_batch_dim=True), "value_path", n_layers, frozen=True, pos=at)
+    end, rows = anatomy.ending(read), list[dict[str, float | str]]()
+    window = attention_map(attention_inputs(model, prompt), layer, head, slice(query, query + 1), slice(key, key + 1))
+    weight, total = float(window.weights[0, 0]), 0.0
+    for label, part in anatomy.parts(read, "value_path", n_layers):
+        _, of_layer, of_head, path = label_parts(label)
+        if (of_layer, of_head) != (layer, head) or path is None:
+            continue
+        logits = float((end.normed(part[None])[0, 0, 0] * end.gain * end.head[token]).sum())
+        rows.append(
+            {
+                "path": path,
+                "norm": float(part[0, 0].norm()),
+                "logits": logits,
+                "per_weight": logits / weight if weight else float("nan"),
+            }
+        )
+        total += float(whole[label][0, 0])
+    if not rows:
+        raise WorkbenchError(f"head {layer}.{head} shows no value paths")
+    (word,) = prompt.strings([token])
+    return TokenPath(score=score, weight=weight, token=word, frame=pd.DataFrame(rows), head_logits=total)
+
+
+def value_points(model: HookedModel, layer: int, names: list[str]) -> list[str]:
+    """Return the hook points, among some, of the values that a layer's value paths read."""
+    if model.foreign is not None:
+        return [name for name in names if name.endswith(("own.hook_v", "attn.hook_v", "table.hook_v"))]
+    own = re.compile(rf"blocks\.{layer}\.attn\.\w.*\.hook_v")
+    return [name for name in names if own.fullmatch(name)]
