@@ -87,7 +87,8 @@ def measure(name: str, own_samples: bool = False) -> dict[str, str]:
         warnings.simplefilter("ignore")
         subject = run_or_model(name)
         data: Any = _samples(subject) if own_samples else None
-        result = workbench.xray(subject, data, n=DOCUMENTS, T=T)
+        config = subject.model if isinstance(subject, Run) else subject.config
+        result = workbench.xray(subject, data, n=DOCUMENTS, T=min(T, config.n_ctx))
         false_share = _shuffled(subject, data)
     frame = result.records
     last = frame[(frame["step"].isna() | (frame["step"] == frame["step"].max())) & frame["control"].isna()]
@@ -124,7 +125,11 @@ def _shuffled(subject: Any, data: Any) -> str:
     """Count the heads of eight documents that rest somewhere after the weights of each row changed places at random."""
     model = subject.load("last") if isinstance(subject, Run) else subject
     ids = data if isinstance(data, torch.Tensor) else None
-    ids = xray_data(subject, None, DOCUMENTS, T).ids if ids is None and not isinstance(subject, Run) else ids
+    ids = (
+        xray_data(subject, None, DOCUMENTS, min(T, model.config.n_ctx)).ids
+        if ids is None and not isinstance(subject, Run)
+        else ids
+    )
     ids = subject.data.sample(DOCUMENTS, min(T, model.config.n_ctx)).ids if ids is None else ids
     generator, false_heads, heads = torch.Generator().manual_seed(0), 0, 0
     for layer in range(model.config.n_layers):

@@ -260,7 +260,18 @@ def test_tables_hold_what_the_sentences_say(three, tmp_path):
 
 
 def test_command_writes_everything_and_speaks_json(three, tmp_path):
-    command = ["analyze", *map(str, three), "--out", str(tmp_path), "--question", "loss", "--n", "8", "--workers", "1"]
+    command = [
+        "analyze",
+        *map(str, three),
+        "--out",
+        str(tmp_path),
+        "--question",
+        "loss",
+        "--documents",
+        "8",
+        "--workers",
+        "1",
+    ]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
     assert "lower_loss: not tested: 0.0 training tokens per parameter, 10 are needed" in said.output.replace("\n", " ")
@@ -276,7 +287,18 @@ def test_command_writes_everything_and_speaks_json(three, tmp_path):
     find_browser() is None, reason="no Chrome, Chromium or Edge to draw with; `make browser` installs one"
 )
 def test_figures_are_drawn_as_pictures_too(three, tmp_path):
-    command = ["analyze", *map(str, three), "--out", str(tmp_path), "--question", "loss", "--n", "8", "--workers", "1"]
+    command = [
+        "analyze",
+        *map(str, three),
+        "--out",
+        str(tmp_path),
+        "--question",
+        "loss",
+        "--documents",
+        "8",
+        "--workers",
+        "1",
+    ]
     said = CliRunner().invoke(app, [*command, "--png", "--svg"])
     assert said.exit_code == 0, said.output
     pages = sorted((tmp_path / "figures").glob("*.html"))
@@ -304,7 +326,7 @@ def test_pictures_without_a_browser_are_refused_after_everything_else(three, tmp
 def test_a_metric_that_a_model_has_nothing_for_is_said_and_the_rest_is_measured(three):
     """Only value residuals have a shortcut to take away; the others keep their loss."""
     vanilla, _, resformer, *_ = map(str, three)
-    options = ["-m", "skip_ablation", "--n", "4", "--json"]
+    options = ["-m", "skip_ablation", "--documents", "4", "--json"]
     alone = CliRunner().invoke(app, ["measure", vanilla, *options])
     assert alone.exit_code
     assert "transformer has no path or module that it changes" in str(alone.exception)

@@ -95,7 +95,9 @@ def test_old_names_of_options_are_accepted_and_not_shown(command):
         assert new in options
         assert not re.search(rf"{old}\b(?!-)", shown)
     if command == "analyze":
-        assert "nowhere" in run("analyze", "nowhere", "--n=3", "--data", "nowhere.txt").stderr
+        told = run("analyze", "nowhere", "--n=3", "--data", "nowhere.txt").stderr
+        assert "nowhere" in told
+        assert "--n is the old name of --documents" in told
 
 
 def test_names_of_measures_are_read_without_pytorch():

@@ -222,7 +222,7 @@ def test_key_and_prefix_are_options_of_import(tiny, tmp_path):
         "net.",
         "--runs",
         str(tmp_path),
-        "--as",
+        "--name",
         "mine",
     ]
     with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from workbench.metrics import METRICS
 from workbench.metrics.attention import sink_mass, sink_rate
 from workbench.metrics.found_sinks import ColumnExcess, FoundSinks, sink_positions
 from workbench.metrics.values import value_drain
+from workbench.plots import positions_of
 from workbench.runs.records import facts
 
 
@@ -153,7 +154,10 @@ def test_a_sink_spread_over_two_positions_is_found_and_said_beside_the_first(spr
     assert first.max() < 0.3 < names[names.index.isna()].iloc[0]
     assert {"position 0", "position 1", "first token 1", "first token 2"} <= set(names.index.dropna())
     ids[:, [0, 1, 20]] = ids[:, [20, 21, 0]]  # a sink that is not first
-    doubts = [facts(text)["doubt"] for text in measure(spread, "sink_mass", ids)["provenance"].unique()]
+    frame = measure(spread, "sink_mass", ids)
+    doubts = [facts(text)["doubt"] for text in frame["provenance"].unique()]
+    assert positions_of(frame) == ", first position only", "titles of figures"
+    assert positions_of(measure(spread, "sink_mass", ids, positions="found")) == ""
     assert len(doubts) == 1
     assert "position 20" in doubts[0] or "position 1 " in doubts[0]
 

@@ -72,7 +72,19 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path):
         "resformer", RepeatedData(64), name="r", runs=tmp_path, model=QUICK_MODEL.replace(d_vocab=64), train=SERIES, device="cpu"
     )  # fmt: skip
     metrics = ["layer_similarity", "sublayer_removal"]
-    command = ["measure", run.path, "-m", metrics[0], "-m", metrics[1], "--steps", "all", "--n", "128", "--json"]
+    command = [
+        "measure",
+        run.path,
+        "-m",
+        metrics[0],
+        "-m",
+        metrics[1],
+        "--steps",
+        "all",
+        "--documents",
+        "128",
+        "--json",
+    ]
     before = {}
     for how in (signal.SIGINT, signal.SIGKILL):
         process = started(*command)
@@ -97,7 +109,7 @@ def test_a_killed_series_goes_on_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_ends_an_analysis_with_one_sentence_and_it_goes_on(tmp_path):
     runs = quick_runs(tmp_path / "runs", ("transformer", "resformer", "svformer"))
-    command = ["analyze", *runs, "--question", "smoothing", "--out", tmp_path / "out", "--n", "16"]
+    command = ["analyze", *runs, "--question", "smoothing", "--out", tmp_path / "out", "--documents", "16"]
     process = started(*command, "--workers", "2")
     said, errors = killed(process, runs, signal.SIGINT, 1)
     assert process.returncode == 130

@@ -135,14 +135,14 @@ def test_import_and_export_from_the_command_line(tiny, tmp_path):
 
     torch.save(nanogpt(tiny()), tmp_path / "ckpt.pt")
     runs = tmp_path / "runs"
-    done = command("import", tmp_path / "ckpt.pt", "--as", "mine", "--architecture", "transformer", "--runs", runs)
+    done = command("import", tmp_path / "ckpt.pt", "--name", "mine", "--architecture", "transformer", "--runs", runs)
     assert done.exit_code == 0, done.output
     assert [run.steps for run in list_runs(runs)[0]] == [[500]]
     done = command("export", runs / "mine", tmp_path / "plain")
     assert done.exit_code == 0, done.output
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     same(lambda ids: llama(ids).logits, tiny()(IDS))
-    done = command("import", tmp_path / "ckpt.pt", "--as", "../mine", "--runs", runs)
+    done = command("import", tmp_path / "ckpt.pt", "--name", "../mine", "--runs", runs)
     assert "one plain folder name" in str(done.exception)
 
 

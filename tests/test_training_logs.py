@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sqlite3
 import struct
 import zlib
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 from workbench.checkpoints.training_logs.reading import log_readers, read_log, reader_of
 from workbench.claims import CLAIMS
@@ -449,6 +451,16 @@ def test_a_failed_import_removes_only_its_own_files(tmp_path, monkeypatch):
         import_logs([log.parent, tmp_path / "y"], runs, name="n")
     assert [path.name for path in runs.iterdir()] == ["n-y-s0"]
     assert (other / "run.json").read_text() == "{}"
+
+
+def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path):
+    log, runs = written(tmp_path / "a.log", "step 1 loss 2.0\n"), tmp_path / "runs"
+    left, at_work, _ = (written(runs / f".{name}.part" / log_import.LOCK, "") for name in ("left", "at-work", "new"))
+    for lock in (left, at_work):
+        os.utime(lock, (0, 0))
+    with FileLock(at_work):
+        import_logs([log], runs, name="a")
+    assert sorted(path.name for path in runs.iterdir()) == [".at-work.part", ".new.part", "a"]
 
 
 def test_runs_and_settings_are_named_as_architectures(tmp_path):

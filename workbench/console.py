@@ -132,6 +132,9 @@ class Task:
     def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
         """Update the progress; `left` overrides the estimated seconds."""
         now = time.monotonic()
+        if done < self.done or (self.total and total not in (0, self.total)):  # another kind of pieces
+            self._took.clear()
+            self.done, self.last, self._left = done, now, None
         if (more := done - self.done) > 0:
             self._took += [(now - self.last) / more] * more
         if more > 0 or left is not None:

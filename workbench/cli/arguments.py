@@ -117,7 +117,11 @@ class Command(TyperCommand):
         names, end = OLD_NAMES.get(str(self.name), {}), args.index("--") if "--" in args else len(args)
         for i, word in enumerate(args[:end]):
             option, equals, value = word.partition("=")
-            args[i] = names.get(option, option) + equals + value
+            if option in names:
+                typer.echo(
+                    f"{option} is the old name of {names[option]}; the next version does not accept it", err=True
+                )
+                args[i] = names[option] + equals + value
         with _usage():
             return super().parse_args(ctx, args)
 

@@ -12,6 +12,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.style import GREY, colour, dressed, label, ordered, pale, words, wrapped
 
 FAINT = "rgba(128,128,128,0.6)"
+TICKS = [digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)]
 DASHES = ("dash", "dot", "longdash")
 
 
@@ -47,7 +48,9 @@ def budget_figure(frame: pd.DataFrame, published: Mapping[str, pd.DataFrame]) ->
             hovertemplate=f"{label(model)}<br>%{{x:.3g}} tokens per parameter: %{{y:+.3f}} nats<extra></extra>",
         )  # fmt: skip
     figure.add_hline(y=0, line={"color": GREY, "width": 1})
-    figure.update_xaxes(type="log", title_text="training tokens per parameter", dtick="D2")
+    figure.update_xaxes(
+        type="log", title_text="training tokens per parameter", tickvals=TICKS, ticktext=[f"{tick:g}" for tick in TICKS]
+    )
     figure.update_yaxes(title_text="nats, below 0: lower loss")
     seeds = frame.groupby("architecture")["seed"].nunique()
     count = f"{seeds.min()} to {seeds.max()}" if seeds.min() < seeds.max() else str(seeds.max())

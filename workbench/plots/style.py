@@ -222,6 +222,12 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra, *shown) if s), 125)
 
 
+def positions_of(rows: pd.DataFrame) -> str:
+    """Return words for a title if a measure of position 0 has a head that attends more to another position; else empty."""
+    texts = rows["provenance"].dropna().unique() if "provenance" in rows else ()
+    return ", first position only" if any('"doubt":"of the first position only' in text for text in texts) else ""
+
+
 def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure:
     """Set title, subtitle, margins and greys that are legible on light and dark pages."""
     title, under = _tame(title), _tame(under)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from workbench.checkpoints.identify import ENDINGS, RUN_FILE, is_directory
 from workbench.checkpoints.training_logs.fields import ESTIMATED, UNITS
@@ -33,6 +35,7 @@ from workbench.runs.run import FORMAT, LOG_FACTS, Run, place_of, written_now
 from workbench.storage.mirror import push
 
 ROWS = 500_000  # of one telemetry file
+LOCK, NEW_S = "import.lock", 60.0
 TOLD = 12  # reasons and files that a note lists
 SHARED, PRINTED = 5, 5.1e-5  # losses that must be equal, and the rounding of four digits
 ADVICE = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "compressed; unpack it")
@@ -263,22 +266,22 @@ def _write(
     folder: Path, log: _LogRun, *, run: str, experiment: str, label: str, seed: int, facts: Mapping[str, Any]
 ) -> None:
     """Write `run.json` and the telemetry of a run."""
-    parts = []
-    for metric, (steps, values) in log.curves.items():
-        axes = {
-            "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric], "seed": seed, "run": run,
-            "architecture": label, "variant": "estimate" if metric == ESTIMATED else None,
-            "part": "all" if metric == "total_gradient_norm" else None,
-            "data": "validation" if metric == "validation_loss" else None,
-        }  # fmt: skip
-        parts.append(pd.DataFrame({"step": steps, "value": values} | axes))
-    table = typed(pd.concat(parts, ignore_index=True).sort_values("step", kind="stable"))
-    bounds, begin = table["step"].to_numpy(dtype="int64"), 0
-    while begin < len(table):  # a step is never cut in two
-        last = bounds[min(begin + ROWS, len(table)) - 1]
-        end = int(np.searchsorted(bounds, last, side="right"))
-        write_parquet(table.iloc[begin:end], folder / "telemetry" / f"{bounds[begin]:06d}-{last + 1:06d}.parquet")
-        begin = end
+    bounds, begin = np.sort(np.concatenate([steps for steps, _ in log.curves.values()])), 0
+    while begin < len(bounds):  # a step is never cut in two
+        first, last = bounds[begin], bounds[min(begin + ROWS, len(bounds)) - 1]
+        begin = int(np.searchsorted(bounds, last, side="right"))
+        parts = []
+        for metric, (steps, values) in log.curves.items():
+            inside = slice(*np.searchsorted(steps, (first, last + 1)))
+            axes = {
+                "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric], "seed": seed, "run": run,
+                "architecture": label, "variant": "estimate" if metric == ESTIMATED else None,
+                "part": "all" if metric == "total_gradient_norm" else None,
+                "data": "validation" if metric == "validation_loss" else None,
+            }  # fmt: skip
+            parts.append(pd.DataFrame({"step": steps[inside], "value": values[inside]} | axes))
+        table = typed(pd.concat(parts, ignore_index=True).sort_values("step", kind="stable"))
+        write_parquet(table, folder / "telemetry" / f"{first:06d}-{last + 1:06d}.parquet")
     origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}
     info = {
         "format": FORMAT, "architecture": label, "options": {}, "seed": seed, "data": {"kind": "log"},
@@ -289,14 +292,17 @@ def _write(
 
 @contextmanager
 def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yield hidden folders that become `places` on success, all or none; folders of other processes are never touched."""
+    """Yield hidden folders that become `places` on success, all or none. Remove the folders of imports that were killed."""
     part = places[0].with_name(f".{uuid.uuid4().hex[:12]}.part")
     moved = list[tuple[Path, Path]]()
     try:
-        folders = [part / place.name for place in places]
-        for folder in folders:
-            folder.mkdir(parents=True)
-        yield folders
+        part.mkdir(parents=True)
+        with FileLock(part / LOCK):
+            _remove_abandoned(part.parent)
+            folders = [part / place.name for place in places]
+            for folder in folders:
+                folder.mkdir()
+            yield folders
         for folder, place in zip(folders, places, strict=True):
             if place.exists():
                 raise WorkbenchError(f"{place} exists; choose another name with --name, or remove it")
@@ -310,3 +316,15 @@ def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_abandoned(runs: Path) -> None:
+    """Remove hidden folders whose import holds no lock; a new one may not have its lock yet."""
+    for lock in runs.glob(f".*.part/{LOCK}"):
+        if time.time() - lock.stat().st_mtime < NEW_S:
+            continue
+        try:
+            with FileLock(lock, timeout=0):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except Timeout:
+            pass  # another import writes

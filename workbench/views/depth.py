@@ -309,6 +309,7 @@ def _title(selected: DepthOptions, step: int | None) -> str:
     title = selected.metric.replace("_", " ").capitalize() + (
         f" of {plots.site(selected.site)}" if selected.site else ""
     )
+    title += plots.positions_of(selected.rows)
     title += "" if selected.variant == PLAIN else f", {plots.site(selected.variant)}"
     return title if step is None else f"{title}, step {step}"
 

@@ -214,8 +214,9 @@ def ranking(source: Source, link: Link) -> Drawing:
 
 
 def _words(selected: HeadOptions) -> str:
-    """Measure, site and variant."""
+    """Measure, site, variant, and whether it leaves a sink at another position out."""
     words = selected.metric.replace("_", " ") + (f" of {plots.site(selected.site)}" if selected.site else "")
+    words += plots.positions_of(selected.rows)
     return words + ("" if selected.variant == PLAIN else f", {plots.site(selected.variant)}")
 
 

@@ -146,7 +146,10 @@ def relative(source: Source, link: Link) -> Drawing:
             plain = more[more["variant"].isna() & more["control"].isna()]
             rows = pd.concat([rows, *_domains([plain], link)], ignore_index=True)
     differences = plots.relative_to_baseline(rows, base).assign(unit=f"nats above {named}")
-    sentence = "Below 0: better than the baseline of the same seed, on the same batches."
+    pairs = "better than the baseline of the same seed, on the same batches"
+    if any(e.kind == "log" for e in source.group(link)):
+        pairs = "better than the baseline; logs are paired in the order of their names, whatever their seeds and batches were"
+    sentence = f"Below 0: {pairs}."
     sentence += f" {ONE_SEED}." if rows["seed"].nunique() == 1 else ""
     return _curves(source, link, [differences], f"Validation loss minus {named}", sentence=sentence)
 

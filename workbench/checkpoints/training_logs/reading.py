@@ -77,6 +77,10 @@ class LogNumbers:
     spelled: dict[tuple[tuple[str, str], str], str] = field(default_factory=dict)
     """Name in the log of each run's quantities."""
     count: int = 0
+    newest: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Last step of each run."""
+    returned: set[tuple[str, str]] = field(default_factory=set)
+    """Runs with a step that is smaller than the one before."""
     at: tuple[float, float] = (0.0, 0.0)
     """Epoch and step of the line before."""
 
@@ -115,6 +119,9 @@ class LogNumbers:
         if ours not in curves:
             curves[ours] = array("q"), array("q"), array("d")
         order, steps, values = curves[ours]
+        if step < self.newest.get(run, 0.0):
+            self.returned.add(run)
+        self.newest[run] = step
         order.append(self.count)
         steps.append(int(step))
         values.append(value * factor * own_factor)
@@ -124,7 +131,9 @@ class LogNumbers:
         """Yield each run and its curves; a restart replaces the steps it repeats, and a second start is another run."""
         for (setting, run), columns in self.runs.items():
             tables = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items()}
-            if self.by_quantity:
+            if (setting, run) not in self.returned:
+                parts = [{name: (steps, values) for name, (_, steps, values) in tables.items()}]
+            elif self.by_quantity:
                 alone = [self._parts({name: table}, split=False)[0] for name, table in tables.items()]
                 parts = [{name: curve for part in alone for name, curve in part.items()}]
             else:
@@ -172,6 +181,9 @@ class LogNumbers:
         """Return the curves by step with one value for each, and seconds per step in place of cumulative times."""
         single = {}
         for name, (steps, values) in curves.items():
+            if (np.diff(steps) > 0).all():
+                single[name] = steps, values
+                continue
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
             ends = np.append(steps[1:] != steps[:-1], True)
