@@ -31,7 +31,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     if path.suffix != ".wandb":  # the run's console output, summary and system logs
         return
     try:
-        from wandb.proto.wandb_internal_pb2 import Record
+        from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated at import
     except ImportError:
         raise BadData(f"{path} needs wandb: {install('wandb')}") from None
     names = {plain_name(name): name for record in _records(path) for name in _row(Record.FromString(record))}

@@ -132,10 +132,10 @@ def masked_statistics(
                 z[b, rows, h] = (pattern @ value).to(v.dtype)
                 seen = pattern[:, tokens]
                 first = seen[:, 0] if segments is None else seen.gather(1, segments.first[b, rows, None])[:, 0]
-                null = pattern[:, : beside[0]].sum(-1) + pattern[:, tokens.stop :].sum(-1)
+                outside = pattern[:, : beside[0]].sum(-1) + pattern[:, tokens.stop :].sum(-1)
                 received[b, h] += (seen if segments is None else seen[segments.is_text[b, rows]]).sum(0)
-                entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(null)
-                rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), first, scores.logsumexp(-1), null))
+                entropy = torch.special.entr(seen).sum(-1) + torch.special.entr(outside)
+                rowwise[:, b, h, rows] = torch.stack((entropy, seen.amax(-1), first, scores.logsumexp(-1), outside))
     entropy, top, sink, lse = rowwise[:4]
     null = rowwise[4] if any(beside) else None
     return z, AttentionStatistics(received=received, row_entropy=entropy, row_max=top, sink=sink, lse=lse, null=null)
