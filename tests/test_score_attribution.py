@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from foreign import hugging_face
-from observed import see
+from observed import see, stranger
 from prompt_ids import some_ids
 
 import workbench
@@ -204,6 +204,19 @@ def test_parts_sum_to_the_score_of_observed_decoders(family):
     sink = sink_attribution(model, ids, 1)[2]
     contrast = [scores[2, i, 0] - scores[2, i, 1 : i + 1].mean() for i in range(1, 11)]
     assert sink.score == pytest.approx(float(torch.stack(contrast).mean()), abs=tight)
+
+
+@pytest.mark.parametrize("name", ["in place", "looped", "averaged", "inline"])
+def test_odd_blocks_sum_to_their_scores_or_are_refused(name):
+    observed, ids, point = stranger(name)[3], some_ids(11), "blocks.2.attn.hook_attn_scores"
+    if name == "inline":
+        with pytest.raises(BadData, match="layer 2 shows no single attention in a block of its own"):
+            score_attribution(observed, ids, 2, 1, 9, 4)
+        return
+    expected = float(observed.run_with_cache(ids, [point])[1][point][0, 1, 9, 4])
+    result = score_attribution(observed, ids, 2, 1, 9, 4, by="head")
+    assert result.score == pytest.approx(expected, abs=1e-5)
+    assert result.error < 1e-5 * abs(expected)
 
 
 def test_scores_with_a_soft_cap_or_behind_a_window_are_refused_by_name():

@@ -307,7 +307,7 @@ class View {
     panel.rowBand = made("div", "band", map);
     panel.columnBand = made("div", "band", map);
     panel.lockBand = made("div", "lock", map);
-    panel.keyBand = made("div", "lock", map);
+    panel.keyBand = made("div", "key", map);
     panel.rectangle = made("div", "rectangle", map);
     this.place(panel, "lockBand", this.lockedRow(panel), null);
     this.place(panel, "keyBand", null, panel.row && this.data.key !== null ? cellOf(panel.keys, this.data.key) : null);

@@ -1,9 +1,8 @@
 """Parts of a layer's rotated queries and keys in an observed decoder: its own modules applied to the parts, norms frozen.
 
 One run records the inputs and outputs of the block's modules. The matrix behind the queries is the module whose output holds them, or
-holds the input of their norm. A norm's gain and shift are fitted to its module's outputs on fixed random rows, so they do not depend on
-the prompt, and its divisors are those of the run. The rotation is fitted to queries and keys before and after it: pairs of channels,
-half a width apart or neighbours, of all channels or the first ones.
+holds the input of their norm. A norm's gain and shift are fitted on fixed random rows, so they do not depend on the prompt. Its divisors
+are those of the run. The rotation is fitted to queries and keys before and after it, for half-split and neighbouring pairs of channels.
 """
 
 from __future__ import annotations
@@ -123,7 +122,8 @@ def module_runs(model: Observed, structure: LayerStructure) -> Iterator[list[Mod
         def hear(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
             if begun - 1 == structure.run and tensors:
-                runs.append(ModuleRun(name, module, tensors[0].detach(), output))
+                kept = output.detach().clone() if isinstance(output, Tensor) else output  # modules may write into both
+                runs.append(ModuleRun(name, module, tensors[0].detach().clone(), kept))
 
         return hear
 

@@ -1,7 +1,7 @@
 """The path of a token through one head: who attends to it, which values are moved, and what they add to a logit.
 
-The value of one key passes the head with the attention weight of the run. With the pattern, the gates and the final norm frozen, its part
-of a logit is the weight times the logit of the value per unit of weight. Summed over keys it is the head's part of `logit_attribution`.
+The value of one key passes the head with the attention weight of the run. Pattern, gates and final norm are frozen. The key's part of a
+logit is then the weight times the logit per unit of weight. Summed over keys, it is the head's part of `logit_attribution`.
 """
 
 from __future__ import annotations

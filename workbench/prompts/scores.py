@@ -2,8 +2,8 @@
 
     s_ij = q_i . k_j / sqrt(d_head) = sum over a, b of q_i^a . k_j^b / sqrt(d_head),   q_i^a = R_i N_q W_Q (x_i^a / r_i)
 
-x_i^a: a part of the stream at position i, as in `decompose`; r_i: divisor of the norm before the attention; N_q: norm of queries, if
-there is one; R_i: rotation of position i. All norms are frozen at their values of the run, so every map is linear.
+x_i^a is a part of the stream at position i, as in `decompose`. r_i is the divisor of the norm before the attention, N_q the norm of
+queries, if there is one, and R_i the rotation. All norms are frozen at their values of the run, so every map is linear.
 
 Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits (the QK circuit).
 """
@@ -40,7 +40,7 @@ class ScoreAttribution:
     matrix: pd.DataFrame
     """Scores [part of the query's stream, part of the key's stream], labelled as in `decompose`; they sum to the score."""
     position: float  # part of the score that depends on the two positions alone (ALiBi)
-    score: float  # what the model computed, before a soft cap and the softmax
+    score: float  # what the model computed, before the softmax
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -50,12 +50,12 @@ class ScoreAttribution:
 
     @property
     def queries(self) -> pd.Series:
-        """Sum of each part of the query's stream over the parts of the key's."""
+        """Row sums: the score of each part of the query's stream."""
         return self.matrix.sum(axis=1)
 
     @property
     def keys(self) -> pd.Series:
-        """Sum of each part of the key's stream over the parts of the query's."""
+        """Column sums: the score of each part of the key's stream."""
         return self.matrix.sum(axis=0)
 
     @property
@@ -95,8 +95,8 @@ def score_attribution(
     """Attribute the attention score of one query and key of a head to the parts of both streams.
 
     Norms before the attention, of queries and of keys are frozen at their values, so each part maps linearly to a query and a key.
-    Biases are parts of their own. A soft cap follows the score: parts are those of the score before it. Costs one run and, by value
-    path, each earlier layer's attention once more.
+    Biases are parts of their own. Soft caps are refused, since a capped score is no sum. Costs one run and, by value path, each earlier
+    layer's attention once more. An observed model is recognised again on its example tokens, to read its current weights.
 
     Args:
         model: A model of `build`, or an observed one.
@@ -144,7 +144,7 @@ def sink_attribution(
 ) -> list[ScoreAttribution]:
     """Attribute each head's attention sink on the first token to the parts of queries and keys, over documents.
 
-    Takes the score of the first token minus the mean score of the query's other keys, and averages it over all later queries. Time
+    The sink score of a query is the score of the first token minus the mean score of its other keys. It is averaged over queries. Time
     O(parts^2 T d_model) per document and no T x T array. To follow a training, call it for each of its checkpoints.
 
     Args:
