@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import warnings
 
 import pytest
 import strangers_page
@@ -10,9 +12,12 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
+from typer.testing import CliRunner
 
 from workbench.checkpoints import hub
+from workbench.cli import app
 from workbench.data.corpus import from_files
+from workbench.errors import ObservedInstead
 
 SIZES = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 LLAMA = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -90,6 +95,16 @@ def test_a_model_in_the_cache_becomes_a_row_and_replaces_its_own(cache, capsys, 
     page = strangers_page.PAGE.read_text()
     assert f"{name} @ 607a30d7" in page
     assert row["zero"] in page
+
+
+def test_the_command_says_what_a_measurement_covers(cache, tmp_path):
+    cache("openai-community/gpt2")
+    words = ["measure", "openai-community/gpt2", "-m", "loss", "-T", "32", "--text", str(tmp_path / "text"), "--json"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ObservedInstead)
+        done = CliRunner().invoke(app, words)
+    assert "Coverage: attention of 2 of 2 layers" in done.stderr, done.output
+    assert json.loads(done.stdout)
 
 
 @pytest.mark.slow

@@ -421,6 +421,18 @@ def test_a_folder_is_a_setting_and_a_file_is_a_seed(tmp_path):
         import_logs([tmp_path / "logs"], tmp_path / "runs", name="mine")
 
 
+def test_many_logs_have_one_note_for_their_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_import, "TOLD", 3)
+    for i in range(5):
+        written(tmp_path / "logs" / f"{i}.log", f"step 1 loss 2.{i}\nstep 2 loss nan\nstep 3k loss 1\n")
+    notes = import_logs([tmp_path / "logs"], tmp_path / "runs", name="m").notes
+    assert notes[-2:] == (
+        "5 logs (text): 5 runs, 10 train loss",
+        "5 logs (text): left out: the step is rounded (5)",
+    )
+    assert notes[3] == "and 2 more notes of this kind"
+
+
 def test_files_with_one_name_are_named_by_their_folders(tmp_path):
     for version in (0, 1):
         written(tmp_path / "lr1" / f"version_{version}" / "metrics.csv", "epoch,step,val_loss\n0,9,3.2\n")

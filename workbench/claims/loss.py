@@ -46,7 +46,7 @@ def lower_loss(evidence: Evidence) -> Verdict:
     documents, shared = pair.samples("loss"), ""
     final = at_last_step(documents[documents["variant"].isna()])
     mine, base = (pair.of_model(final, name) for name in (model, "transformer"))
-    if set(mine["document"]) & set(base["document"]):
+    if len(mine) and len(base) and set(mine["document"]) & set(base["document"]):
         change = paired_documents(mine, base)
         shared = f"; over {change.n} shared documents of these seeds {change}"
     saved, reached = _reached(pair, model)

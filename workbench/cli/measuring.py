@@ -47,9 +47,10 @@ def measure_command(
     as_json: Json = False,
 ) -> None:
     """Measure runs or checkpoints and print the records. Stored records are reused."""
-    from workbench.console import print_json, print_table, progress
+    from workbench.console import note, print_json, print_table, progress
     from workbench.distributed import rank
     from workbench.measurement.measuring import measure as run_measures
+    from workbench.runs.records import facts
     from workbench.runs.tables import refuse_ending, write_table_as
 
     refuse_ending(out)
@@ -67,6 +68,9 @@ def measure_command(
         print_json(frame)
     else:
         print_table(frame)
+    covered = (facts(each)["coverage"] for each in frame["provenance"].dropna().unique() if '"coverage":' in each)
+    for line in dict.fromkeys(covered):
+        note(line)
 
 
 @app.command()

@@ -118,11 +118,12 @@ def import_logs(
     taken = [place for run in names if (place := place_of(runs, run)).exists()]
     if taken:
         raise WorkbenchError(f"{taken[0]} exists; choose another name with --name, or remove it")
+    written = written_now()
     with _all_appearing([place_of(runs, run) for run in names]) as folders:
         for i, (log, label, seed, folder) in enumerate(zip(logs, labels, seeds, folders, strict=True)):
             if progress:
                 progress(i, len(logs), f"writing {names[i]}")
-            _write(folder, log, run=names[i], experiment=name, label=label, seed=seed, facts=facts)
+            _write(folder, log, run=names[i], experiment=name, label=label, seed=seed, facts=facts, written=written)
     for run in names:
         push(place_of(runs, run))
     return ImportedLogs(tuple(Run.open(place_of(runs, run)) for run in names), tuple(notes))
@@ -169,6 +170,9 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
         else:
             unread.append(f"{file.relative_to(common)} ({ADVICE.get(file.suffix, 'no known form')})")
     logs, notes = list[_LogRun](), list[str]()
+    totals = dict[
+        str, tuple[Counter[str], Counter[str]]
+    ]()  # of many logs, by form: what was read and what was left out
     for i, ((reader, home), files) in enumerate(sorted(sources.items(), key=lambda item: item[0][1])):
         if progress:
             progress(i, len(sources), f"reading {files[0]}")
@@ -183,15 +187,22 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
         for (setting, run), curves in runs:
             own = "/".join(part for part in (folder if folder not in (".", "..") else "", setting) if part)
             logs.append(_LogRun(own, run if setting else f"{home.name}{run}", home, reader.name, curves))
-        counts = Counter(
-            {metric: sum(len(curves[metric][0]) for _, curves in runs if metric in curves) for metric in UNITS}
-        )
-        read = ", ".join(f"{n:,} {metric.replace('_', ' ')}" for metric, n in counts.items() if n)
-        notes.append(f"{where} ({reader.name}): {len(runs):,} run{'s' * (len(runs) > 1)}, {read}")
-        notes += numbers.notes + ([f"{where}: left out: {_listed(numbers.skipped)}"] if numbers.skipped else [])
-        notes += (
-            [f"{where}: {len(files) - len(used)} earlier states of the same training"] if len(used) < len(files) else []
-        )
+        many = len(sources) > TOLD
+        where, (counts, skipped) = f"{where} ({reader.name})", (Counter[str](), Counter[str]())
+        if many:
+            where = reader.name
+            counts, skipped = totals.setdefault(where, (counts, skipped))
+        counts.update(runs=len(runs), logs=1)
+        for _, curves in runs:
+            counts.update({metric: len(steps) for metric, (steps, _) in curves.items()})
+        skipped.update(numbers.skipped)
+        notes += numbers.notes if many else [*_read_and_left(where, counts, skipped), *numbers.notes]
+        if len(used) < len(files):
+            notes.append(f"{where}: {len(files) - len(used)} earlier states of the same training")
+    if len(notes) > TOLD and totals:
+        notes[TOLD:] = [f"and {len(notes) - TOLD} more notes of this kind"]
+    for where, (counts, skipped) in totals.items():
+        notes += _read_and_left(f"{counts['logs']:,} logs ({where})", counts, skipped)
     if unread:
         more = f" and {len(unread) - TOLD} more" if len(unread) > TOLD else ""
         notes.append(f"not read: {', '.join(unread[:TOLD])}{more}")
@@ -202,27 +213,42 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
 
 def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
     """Leave out a log whose losses equal those of another log of its setting to four digits: one training, logged twice."""
-    distinct, known, left = dict[int, str](), dict[tuple[Any, ...], list[np.ndarray]](), list[str]()
+    distinct, known = dict[int, str](), dict[tuple[str, bytes], list[tuple[str, np.ndarray]]]()
+    repeated = dict[str, list[str]](own=[], other=[])
     for i, (log, label) in enumerate(zip(logs, labels, strict=True)):
-        same = False
+        same = set[str]()
         for metric, (steps, values) in log.curves.items():
             if UNITS[metric] == "nats" and len(steps) >= SHARED:
-                others = known.setdefault((label, metric, steps.tobytes()), [])
-                same |= any(np.allclose(values, each, rtol=0, atol=PRINTED, equal_nan=True) for each in others)
-                others.append(values)
+                others = known.setdefault((metric, steps.tobytes()), [])
+                same |= {
+                    theirs for theirs, each in others if np.allclose(values, each, rtol=0, atol=PRINTED, equal_nan=True)
+                }
+                others.append((label, values))
         if same:
-            left.append(f"{log.path.name}: {log.name}" if log.name != log.path.name else log.name)
-        else:
+            name = f"{log.path.name}: {log.name}" if log.name != log.path.name else log.name
+            repeated["own" if label in same else "other"].append(name)
+        if label not in same:
             distinct[i] = label
-    if left:
-        more = f" and {len(left) - TOLD} more" if len(left) > TOLD else ""
-        notes.append(f"left out, with the losses of another log of their setting: {', '.join(left[:TOLD])}{more}")
+    for which, words in {
+        "own": "left out, with the losses of another log of their setting",
+        "other": "imported, with the losses of a log of another setting",
+    }.items():
+        if names := repeated[which]:
+            more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+            notes.append(f"{words}: {', '.join(names[:TOLD])}{more}")
     return [logs[i] for i in distinct], list(distinct.values())
 
 
 def _latest(files: Sequence[Path]) -> list[Path]:
     """Return the state with most steps: each holds the history of the earlier ones."""
     return [max(files, key=lambda file: int((re.search(r"checkpoint-(\d+)$", file.parent.name) or [0, 2**62])[1]))]
+
+
+def _read_and_left(where: str, counts: Mapping[str, int], skipped: Counter[str]) -> list[str]:
+    """Return a note on the numbers that were read, and one on those that were left out."""
+    read = ", ".join(f"{counts[metric]:,} {metric.replace('_', ' ')}" for metric in UNITS if counts.get(metric))
+    notes = [f"{where}: {counts['runs']:,} run{'s' * (counts['runs'] > 1)}, {read}"]
+    return notes + ([f"{where}: left out: {_listed(skipped)}"] if skipped else [])
 
 
 def _listed(skipped: Counter[str]) -> str:
@@ -263,7 +289,15 @@ def _run_names(name: str, labels: Sequence[str], seeds: Sequence[int]) -> list[s
 
 
 def _write(
-    folder: Path, log: _LogRun, *, run: str, experiment: str, label: str, seed: int, facts: Mapping[str, Any]
+    folder: Path,
+    log: _LogRun,
+    *,
+    run: str,
+    experiment: str,
+    label: str,
+    seed: int,
+    facts: Mapping[str, Any],
+    written: Mapping[str, Any],
 ) -> None:
     """Write `run.json` and the telemetry of a run."""
     bounds, begin = np.sort(np.concatenate([steps for steps, _ in log.curves.values()])), 0
@@ -285,7 +319,7 @@ def _write(
     origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}
     info = {
         "format": FORMAT, "architecture": label, "options": {}, "seed": seed, "data": {"kind": "log"},
-        "log": {**origin, "experiment": experiment, "last": log.last, "known": dict(facts)}, **written_now(),
+        "log": {**origin, "experiment": experiment, "last": log.last, "known": dict(facts)}, **written,
     }  # fmt: skip
     write_json(folder / RUN_FILE, info)
 
