@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -86,11 +87,16 @@ def without_evidence(monkeypatch, tmp_path_factory):
 
 
 def pytest_generate_tests(metafunc):
-    """`any_architecture`: each of those that stand for all, in turn; `any_attention`: for all that attention weights depend on."""
-    for name in {"any_architecture", "any_attention"} & set(metafunc.fixturenames):
+    """`any_architecture`: those that stand for all; `any_attention`: for all that attention weights depend on.
+
+    `some_architecture`: every third of those that stand for all, others for another test, so that each stands in many.
+    """
+    for name in {"any_architecture", "any_attention", "some_architecture"} & set(metafunc.fixturenames):
         import seams
 
-        metafunc.parametrize(name, seams.TOGETHER if name == "any_architecture" else seams.ATTENDING)
+        first = zlib.crc32(metafunc.definition.name.encode()) % 3
+        these = {"any_architecture": seams.TOGETHER, "any_attention": seams.ATTENDING}
+        metafunc.parametrize(name, these.get(name, seams.TOGETHER[first::3]))
 
 
 @pytest.fixture

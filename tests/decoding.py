@@ -10,11 +10,8 @@ WRITTEN = 280  # ids of the tokenizer; the model that writes with it has a few m
 FOUR = {"n_layers": 4}
 FIVE = {"n_layers": 5}
 COMBINED = [
-    ("svformer", {"anchors": (0, 2)}, {}), ("svformer", {"refresh_every": 2}, FIVE), ("cla", {"group": 2}, FIVE),
-    ("cla", {"group": "all", "share": "k"}, {}), ("svformer+cla", {"anchors": (0, 3), "group": 3}, FIVE),
-    ("resformer+cla", {}, FIVE), ("resformer+gqa", {}, {}), ("cla+gqa", {"query_group": 4}, FOUR),
-    ("svformer+denseformer", {}, {}), ("neutreno+residual_k", {}, {}), ("svformer+cross_layer", {}, {}),
-    ("cla+cross_layer_all", {}, FOUR), ("svformer+residual_attention", {}, {}),
+    ("svformer", {"refresh_every": 2}, FIVE), ("cla", {"group": "all", "share": "k"}, {}),
+    ("svformer+cla", {"anchors": (0, 3), "group": 3}, FIVE), ("cla+cross_layer_all", {}, FOUR),
     ("residual_attention", {"attn_mix": "logit"}, {}), ("resformer+bank_of_values", {}, {}), ("mhc+dyt", {"streams": 2}, {}),
 ]  # fmt: skip
 EVERY = [(name, {}, {} if "qa" in name else {"n_key_value_heads": 2}) for name in TOGETHER] + COMBINED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pandas as pd
 import pytest
 import torch
 from observed import see
@@ -84,36 +83,3 @@ def test_module_methods_of_an_observed_model_act_on_the_module():
     with pytest.raises(WorkbenchError, match="cannot be pickled"):
         pickle.dumps(model)
     assert copy.deepcopy(model).foreign is not module
-
-
-def test_data_and_models_in_memory_bear_names_of_their_own(tmp_path):
-    for name, text in (
-        ("a.txt", "The quick brown fox jumps over the lazy dog. "),
-        ("b.txt", "no pattern whatsoever in these words "),
-    ):
-        (tmp_path / name).write_text(text * 600)
-    one, other = (
-        workbench.measure("models-resformer-s0", "row_entropy", str(tmp_path / f), T=16, n=2)
-        for f in ("a.txt", "b.txt")
-    )
-    assert [frame["data"].unique()[0].split()[0] for frame in (one, other)] == ["a.txt", "b.txt"]
-    figure = workbench.plot(pd.concat([frame[frame["variant"].isna()] for frame in (one, other)]), form="profile")
-    assert {"a.txt", "b.txt"} <= {note.text.split()[0] for note in figure.layout.annotations}
-    ids = [tokens(2, 12, seed) for seed in (0, 1)]
-    models = [see(large(GPT()), ids[0]) for _ in range(2)]
-    with torch.no_grad():
-        models[1].foreign.lm_head.weight[5, 7] += 1e-3  # one number
-    frame = workbench.measure(models, "row_entropy", ids[0])
-    runs = list(dict.fromkeys(frame["run"]))
-    assert len(runs) == 2
-    assert all(run.startswith("observed GPT ") for run in runs)
-    lines = {trace.name for trace in workbench.plot(frame, form="profile").data if trace.mode == "lines+markers"}
-    assert len(lines) == 2
-    assert all(any(run in name for name in lines) for run in runs)
-    assert len({workbench.measure(models[0], "row_entropy", x)["data"].iloc[0] for x in ids}) == 2
-    module = models[0].foreign
-    module.angles = nn.Buffer(torch.ones(3))  # as those of a rotation, whose base no parameter shows
-    runs += workbench.measure(models[0], "row_entropy", ids[0])["run"].unique().tolist()
-    module.angles *= 1.1
-    runs += workbench.measure(models[0], "row_entropy", ids[0])["run"].unique().tolist()
-    assert len(set(runs)) == 4

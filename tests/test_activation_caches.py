@@ -14,10 +14,9 @@ from workbench.kernels.joint import STRIP
 from workbench.names import QUADRATIC, is_statistic
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, architecture):
-    kv_heads = KV_HEADS.get(architecture, 2)
-    model = tiny(architecture, config={"n_key_value_heads": kv_heads})
+def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, some_architecture):
+    kv_heads = KV_HEADS.get(some_architecture, 2)
+    model = tiny(some_architecture, config={"n_key_value_heads": kv_heads})
     plain = model(tokens(5))
     logits, cache = model.run_with_cache(tokens(5))
     assert isinstance(cache, ActivationCache)
@@ -65,13 +64,13 @@ def test_filters_by_name_names_and_function(tiny):
         model.run_with_cache(tokens(4), remove_batch_dim=True)
 
 
-def test_caching_everything_forms_no_quadratic_tensor(any_architecture, tiny):
+def test_caching_everything_forms_no_quadratic_tensor(some_architecture, tiny):
     """T = 512 with 4 heads: a pattern has 4 T^2 elements; all else at most a strip of queries with the keys they see."""
     T = 512
-    model = tiny(any_architecture, config={"n_ctx": T, "n_layers": 2})
+    model = tiny(some_architecture, config={"n_ctx": T, "n_layers": 2})
     ids = tokens(T, batch=1)
     names = [name for name in model.hook_dict if not is_statistic(name)]
-    sets = 2 if "cross_layer" in any_architecture else 0
+    sets = 2 if "cross_layer" in some_architecture else 0
     with torch.no_grad(), LargestTensor() as largest:
         model.run_with_cache(ids)
     assert largest.numel <= T * T * 2
@@ -109,18 +108,7 @@ def test_rebuilt_scores_and_patterns_equal_the_cached(tiny, kv_heads, dtype):
     assert torch.equal(rebuilt["pattern", -1], rebuilt["pattern", 2])
 
 
-def test_an_edited_pattern_is_cached_as_edited(tiny):
-    model = tiny()
-    even = torch.ones(5, 5).tril()
-    even = even / even.sum(-1, keepdim=True)
-    with model.hooks([("blocks.1.attn.hook_pattern", lambda p, hook: even.expand_as(p))]):
-        _, cache = model.run_with_cache(tokens(5))
-    assert torch.equal(cache["pattern", 1], even.expand(2, 4, 5, 5))
-    torch.testing.assert_close(cache["blocks.1.attn.hook_received"][0, 0], even.sum(0))
-    torch.testing.assert_close(cache["z", 1][:, -1], cache["v", 1].mean(1))
-
-
-@pytest.mark.parametrize("architecture", TOGETHER)
+@pytest.mark.parametrize("architecture", TOGETHER[::3])
 def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
     """Sizes are all different, so a cut along heads or the batch would show."""
     config = {"d_model": 36, "n_heads": 6, "n_layers": 2} | ({} if architecture == "mqa" else {"n_key_value_heads": 3})

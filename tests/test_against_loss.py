@@ -3,7 +3,6 @@
 import pytest
 from planted import LAST, evidence, losses, row, runs
 
-from workbench import plots
 from workbench.claims import CLAIMS
 from workbench.claims.concentration import against_loss
 from workbench.claims.judging import judge, with_figure
@@ -34,20 +33,6 @@ def test_concentration_beside_the_loss_of_every_checkpoint():
     )
     assert mine.loc[("sink mass, strongest head", LAST), "value"] == pytest.approx(0.6)
     assert against_loss(evidence([], []), []).empty
-
-
-def test_checkpoints_against_the_loss_are_drawn_run_by_run():
-    made = runs("transformer", "neutreno", seeds=2)
-    rows = [row(of, "sink_mass", 0.1, layer=1, head=0, step=s, unit="share") for of in made for s in (0, 100, LAST)]
-    figure = plots.against_loss_figure(
-        against_loss(evidence(made, rows, losses(made, lambda of: 3.0)), [made[0]["run"]])
-    )
-    drawn = [trace for trace in figure.data if trace.x[0] is not None]
-    assert [len(trace.x) for trace in drawn] == [3] * 4
-    assert figure.layout.yaxis.title.text == "share"
-    assert [trace.marker.symbol[0] for trace in drawn] == ["circle-open"] * 4, "random init"
-    assert {trace.marker.color for trace in drawn} == {plots.colour("transformer"), plots.colour("neutreno")}
-    assert [t.name for t in figure.data if t.showlegend] == [plots.label("transformer"), plots.label("neutreno")]
 
 
 def test_a_claim_of_both_shows_the_figure_of_the_setting_it_compared_and_none_where_nothing_was_measured():

@@ -59,19 +59,6 @@ def test_the_first_head_of_all_is_followed_where_the_address_names_none(page, po
     assert at.dataframe[0].value["value"].is_monotonic_increasing
 
 
-@pytest.mark.parametrize("wish", [{"layer": "9"}, {"head": "-1"}, {"end": "<b>"}, {"metric": "loss"}, {"variant": "x"}])
-def test_what_the_address_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
-    at = page(populated, **RUN | wish)
-    assert len(ignored(at)) == 1
-    assert len(charts(at)) == 3
-
-
-def test_measures_that_are_not_of_heads_are_not_offered(page, populated):
-    at = page(populated, a="text-resformer-s0")
-    assert at.selectbox(key="w_metric").options == ["sink mass"]
-    assert "is not on this machine" in said(at)  # the text of these runs
-
-
 def test_a_measure_of_layers_that_comes_from_depth_is_named_and_not_called_ignored(page, populated):
     at = page(populated, a="text-resformer-s0", metric="token_identity_share")
     assert not ignored(at)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from types import SimpleNamespace
 
 import dashboard
 import pytest
 from app_pages import charts
 
-from workbench.files import write_json
-
-APP = Path(__file__).parent.parent / "app"
 SHOWN = {
-    "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",), "missing": ("model",),
-    "damaged": ("finding", "model", "verdicts"), "half_written": ("here",), "foreign": ("here",),
+    "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",),
+    "damaged": ("model",), "half_written": ("here",),
 }  # fmt: skip
 """Parts of the page that each kind of folder is a question to."""
 
@@ -67,14 +62,6 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     assert "No sink formed" in said(at)
 
 
-def test_the_slider_of_the_heads_moves_the_map_and_the_address(page, populated):
-    at = page(populated)
-    at.select_slider(key="w_at").set_value(8)
-    dashboard.settled(at.run())
-    assert at.query_params["at"] in ("8", ["8"])
-    assert any("training step 8" in chart.spec for chart in charts(at))
-
-
 def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, folders, tmp_path):
     folder = dashboard.copied(folders["half_written"], tmp_path / "runs")
     at = page(folder)
@@ -85,18 +72,6 @@ def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, 
     for path in folder.glob("*/telemetry"):
         os.utime(path, (1, 1))
     assert "`make demo` continues it" in said(page(folder))
-
-
-def test_an_empty_folder_says_that_a_demo_has_begun(page, tmp_path):
-    write_json(tmp_path / ".demo.json", {"finished": False, "ready": [], "models": ["a"], "left_s": None, "failed": {}})
-    assert "The demo has begun" in said(page(tmp_path))
-
-
-def test_two_models_are_xrayed_side_by_side(page, populated):
-    at = page(populated, show="model", a="text-resformer-s0", b="text-transformer-s0", compare=1)
-    assert len(charts(at)) == 4
-    assert all("A − B" in chart.spec or "A \\u2212 B" in chart.spec for chart in charts(at))
-    assert "A: Concentrated" in said(at)
 
 
 def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_path):
@@ -115,53 +90,3 @@ def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_p
     dashboard.settled(at.run())
     assert len(charts(at)) == 4
     assert "not measured yet" not in said(at)
-
-
-def test_a_chosen_run_without_weights_is_led_on_to_its_numbers(page, folders):
-    assert "**race-svformer-s0** has no weights here" in said(
-        page(folders["half_written"], show="here", a="race-svformer-s0")
-    )
-
-
-def test_a_clicked_row_becomes_model_a(page, populated, monkeypatch):
-    at = page(populated, show="here")
-    table = at.dataframe[0].value
-    assert list(table["run"]) == sorted(table["run"])
-    row = list(table["run"]).index("race-transformer-s1")
-    from app.screens import start as view
-
-    selected = SimpleNamespace(selection=SimpleNamespace(rows=(row,)))
-    monkeypatch.setattr(view.st, "session_state", {"runs": selected})
-    changed = {}
-    monkeypatch.setattr(view.widgets, "update_url", lambda **keys: changed.update(keys))
-    view.take_run()
-    assert changed["a"] == "race-transformer-s1"
-    assert changed["show"] == "here", "two rows can be selected to compare them"
-    assert changed["set"].startswith("repeated-")
-
-
-def test_verdicts_name_the_claim_its_sentence_and_the_command(page, populated):
-    at = page(populated, show="verdicts", alone="1", claim="fast_at_first_then_overtaken", a="text-resformer-s0")
-    assert "SVFormer - Transformer at equal step" in said(at)
-    assert at.selectbox(key="w_claim").value == "fast_at_first_then_overtaken"
-    assert any(c.value.startswith("workbench analyze") and "text-*" in c.value for c in at.code)
-    assert any("undecided claims" in e.label for e in at.expander)
-
-
-def test_verdicts_of_one_experiment_are_of_that_which_the_headline_is_about(page, populated):
-    at, judged = page(populated, show="finding"), page(populated, show="verdicts", alone="1")
-    assert judged.selectbox(key="w_set").value == at.selectbox(key="w_set").value
-    assert judged.selectbox(key="w_set").value != page(populated, show="model").selectbox(key="w_set").value
-
-
-@pytest.mark.parametrize(
-    ("address", "labels"),
-    [
-        ({"show": "everything", "left": "../../etc", "at": "7"}, {"part", "left model", "training step"}),
-        ({"show": "verdicts", "claim": "<script>"}, {"claim"}),
-    ],
-)
-def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, address, labels):
-    at = page(populated, **address)
-    assert {i.value.partition("“")[2].partition("”")[0] for i in at.info if "ignored" in i.value} == labels
-    assert not any("<script>" in i.value for i in at.info)

@@ -15,16 +15,6 @@ def test_svformer_is_resformer_1_0(tiny):
     torch.testing.assert_close(resformer(ids), svformer(ids), atol=0, rtol=0)
 
 
-def test_resformer_halves_are_ones_with_half_the_output_projection(tiny):
-    """(c l1, c l2, W_O / c) is the same function."""
-    half, ones = tiny("resformer", dtype=WIDE), tiny("resformer", dtype=WIDE, lambda_v1=1, lambda_own=1)
-    with torch.no_grad():
-        for block in ones.blocks[1:]:
-            block.attn.o_proj.weight.mul_(0.5)
-    ids = tokens(half, 8)
-    torch.testing.assert_close(half(ids), ones(ids), atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("source", "weight"), [("previous", 1), ("first", 0.3), ("all", 1), ("all", 2.5), (1, 4)])
 def test_cross_layer_attention_with_its_own_keys_is_the_same_key_mean(tiny, source, weight, kv_heads):
@@ -116,21 +106,6 @@ def test_value_gates_that_read_nothing_halve_the_output(tiny, name, gate_from):
             block.attn.o_proj.weight.mul_(2)
 
     equal_with(tiny, (name, {"gate_from": gate_from}), ("transformer", {}), change)
-
-
-def test_tables_behind_a_gate_that_reads_nothing_are_added_half_the_scale_times(awake):
-    model = awake("gated_value_embedding", dtype=WIDE, config={"n_layers": 4})
-    with torch.no_grad():
-        for gate in model.gated_value_embedding.gates.values():
-            gate.zero_()
-    ids = tokens(model, 7)
-    _, cache = model.run_with_cache(ids)
-    assert [f"blocks.{n}.attn.table.hook_v" in cache for n in range(4)] == [False, True, False, True]
-    table = cache["blocks.3.attn.table.hook_v"]
-    rows = model.gated_value_embedding.tables["3"][ids].view_as(table)
-    torch.testing.assert_close(table, rows)
-    torch.testing.assert_close(cache["v", 3], cache["blocks.3.attn.own.hook_v"] + 1.5 * rows)
-    assert (cache["blocks.3.attn.hook_v_weights"] == torch.tensor([1.5, 1.0], dtype=WIDE)).all()
 
 
 def test_slopes_of_scaled_and_gated_values_are_the_published_ones(awake):

@@ -97,16 +97,11 @@ VARIANTS: dict[str, list] = {  # options of each, beside them the shape where it
     "denseformer+cross_layer_all+gqa": [{"period": 2}],
 }  # fmt: skip
 COMBINED = [
-    "sandwich_norm+attention_residuals", "post_norm+resformer+gated_attention", "post_norm+share_q",
-    "post_norm+residual_k+denseformer", "dyt+svformer+gated_attention", "svformer+mqa", "svformer+residual_k",
-    "svformer+cross_layer", "neutreno+attention_residuals", "resformer_dense+mqa", "resformer+share_k",
-    "resformer+residual_q+residual_k", "resformer+identity_map", "sink_logit+resformer+exclusive_attention",
-    "value_gate_query+exclusive_attention+gated_attention+svformer", "value_gate+gqa", "skip_v1+value_gate_query+sink_logit",
-    "skip_v1+neutreno", "skip_v1+mqa", "gated_attention+resformer", "gated_attention+exclusive_attention+gqa",
-    "exclusive_attention+svformer", "gated_attention+neutreno", "neutreno+gated_attention+identity_map", "neutreno+cla",
-    "neutreno+gqa", "neutreno+value_embedding", "identity_map+cla", "identity_map+value_embedding", "denseformer+cross_layer",
-    "denseformer+resformer+neutreno", "same_key+cla", "cross_layer+cla", "cross_layer+value_embedding",
-    "residual_attention+share_q", "residual_attention+residual_k+gqa", "residual_hidden+cut_skip+value_embedding",
+    "sandwich_norm+attention_residuals", "post_norm+residual_k+denseformer", "dyt+svformer+gated_attention", "svformer+cross_layer",
+    "neutreno+attention_residuals", "resformer_dense+mqa", "resformer+residual_q+residual_k", "resformer+identity_map",
+    "value_gate_query+exclusive_attention+gated_attention+svformer", "skip_v1+value_gate_query+sink_logit", "neutreno+cla",
+    "neutreno+gated_attention+identity_map", "neutreno+value_embedding", "denseformer+resformer+neutreno", "same_key+cla",
+    "cross_layer+value_embedding", "residual_attention+residual_k+gqa", "residual_hidden+cut_skip+value_embedding",
 ]  # fmt: skip
 CASES = [
     *((name, *(v if isinstance(v, tuple) else (v, {}))) for name, variants in VARIANTS.items() for v in variants),

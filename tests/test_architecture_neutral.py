@@ -52,16 +52,6 @@ def test_with_one_layer_there_is_nothing_earlier(tiny, architecture):
     same(vanilla, model, tokens(vanilla, 11))
 
 
-def test_a_gate_without_weights_halves_the_output(tiny):
-    vanilla, model = tiny(dtype=WIDE), tiny("gated_attention", dtype=WIDE)
-    with torch.no_grad():
-        for layer, block in enumerate(model.blocks):
-            model.get_parameter(f"gated_attention.gates.{layer}").zero_()
-            block.attn.o_proj.weight.mul_(2)
-    ids = tokens(model, 9)
-    torch.testing.assert_close(model(ids), vanilla(ids), atol=1e-12, rtol=0)
-
-
 def test_a_bank_of_the_first_layers_own_values_is_that_layer(tiny):
     vanilla, model = tiny(dtype=WIDE), tiny("bank_of_values", dtype=WIDE, bank_layers=[0])
     first = vanilla.blocks[0]

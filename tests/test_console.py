@@ -11,38 +11,7 @@ import pytest
 from rich.console import Console
 
 from workbench import console
-from workbench.console import Task, progress, silence
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass only where the test says so."""
-    now = [1000.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_the_time_left_is_what_the_pieces_took_and_runs_down_between_them(clock):
-    """Two of five pieces after 10 and 20 seconds: 15 s each, 45 s for three, 41 s four seconds later."""
-    task = Task("measuring", 5)
-    assert task.line() == "measuring: 0 of 5, 0 s so far"
-    for seconds, done in ((10, 1), (20, 2), (4, 2)):
-        clock[0] += seconds
-        task(done, what="step 8")
-    assert task.line() == "measuring: 2 of 5, about 41 s left, step 8"
-
-
-def test_pieces_that_were_there_already_say_nothing_of_the_rest(clock):
-    task = Task("study")
-    assert task.line() == "study: 0 s so far"
-    task(98, 100)
-    clock[0] += 30
-    task(99)
-    assert task.line() == "study: 99 of 100, about 30 s left"
-    task(99, left=7.0)
-    assert task.left() == 7.0
-    task(100)
-    assert task.line() == "study: 100 of 100"
+from workbench.console import progress
 
 
 def test_without_a_terminal_a_line_is_said_now_and_then_and_one_at_the_end(monkeypatch, capsys):
@@ -57,20 +26,6 @@ def test_without_a_terminal_a_line_is_said_now_and_then_and_one_at_the_end(monke
     assert first.startswith("measuring: 1 of 3, about ")
     assert first.endswith(" s left, a step 8")
     assert last == "measuring: 3 of 3 in 0 s"
-
-
-def test_work_that_is_done_at_once_or_asked_to_be_quiet_says_nothing(monkeypatch, capsys):
-    with progress("drawing"):
-        pass
-    monkeypatch.setattr(console, "EVERY", 0.01)
-    silence(True)
-    try:
-        with progress("measuring", 3) as task:
-            time.sleep(0.05)
-            task(2)
-    finally:
-        silence(False)
-    assert capsys.readouterr() == ("", "")
 
 
 ROWS = [
@@ -109,15 +64,3 @@ def test_a_table_in_a_pipe_is_tsv_with_all_rows(capsys):
     assert [float(line[3]) for line in lines[1:]] == [row["value"] for row in ROWS]
     console.print_json(frame)
     assert json.loads(capsys.readouterr().out)[0]["provenance"] == {"code": "a"}
-
-
-def test_a_terminal_shows_a_bar_with_the_same_words(monkeypatch, capsys):
-    screen = io.StringIO()
-    monkeypatch.setattr(console, "errors", Console(file=screen, force_terminal=True, width=100, legacy_windows=False))
-    monkeypatch.setenv("TERM", "xterm")
-    with progress("training [a]", 4) as task:
-        task(1, what="loss 2.5 nats")
-    assert "training [a]" in screen.getvalue()
-    assert "━" in screen.getvalue()
-    assert "1 of 4, about 0 s left, loss 2.5 nats" in screen.getvalue()
-    assert capsys.readouterr() == ("", "")

@@ -1,20 +1,17 @@
 """Documents, their split and their refusals; most of them of the embedded text."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from workbench.data import corpus as corpora
-from workbench.data.corpus import Corpus, Document, embedded, from_files, load_corpus, pieces, save_corpus, within
+from workbench.data.corpus import Corpus, Document, embedded, from_files, load_corpus, pieces, save_corpus
 from workbench.data.tokenizer import TokenDocuments, tokenize, train_tokenizer
 from workbench.errors import BadData, UnknownName
 from workbench.places import SHIPPED
 
 SMALL = 500_000
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +24,10 @@ def prose(name: str, words: int = 900) -> str:
     return "\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, words, 20)) + "\n"
 
 
-def test_both_domains_on_both_sides_within_the_budget(small: Corpus) -> None:
-    assert small.domains == ("prose", "python")
-    for split in ("train", "validation"):
-        assert {d.domain for d in small.split(split)} == {"prose", "python"}
-    sizes = {
-        domain: sum(len(d.text.encode()) for d in small.documents if d.domain == domain) for domain in small.domains
-    }
-    assert all(SMALL // 3 < size <= SMALL // 2 for size in sizes.values())
-
-
 def test_a_source_lies_on_one_side(small: Corpus) -> None:
     train, validation = ({d.source for d in small.split(side)} for side in ("train", "validation"))
     assert not train & validation
     assert 0.02 < len(validation) / len(train | validation) < 0.25
-
-
-def test_the_manifest_lists_what_was_read(small: Corpus) -> None:
-    listed = {entry["source"] for entry in small.manifest["files"]}
-    assert {d.source for d in small.documents} <= listed
-    assert all(len(entry["sha256"]) == 64 and entry["bytes"] >= 0 for entry in small.manifest["files"])
-    assert small.manifest["python"] == "3.11.7"
-    assert small.manifest["dropped_paragraphs"] > 0
 
 
 def token_windows(stream: TokenDocuments, width: int = 50) -> np.ndarray:
@@ -68,13 +47,6 @@ def test_train_and_validation_hardly_overlap(small: Corpus) -> None:
     assert np.isin(validation, train).mean() < 0.005
 
 
-def test_import_is_quiet_and_light() -> None:
-    heavy = {"torch", "pyarrow", "tokenizers", "pydoc_data.topics"}
-    command = f"import sys, workbench.data.corpus; print({heavy} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (run.stdout, run.stderr) == ("set()\n", "")
-
-
 def test_a_tiny_budget_and_an_unknown_split_are_refused(small: Corpus) -> None:
     with pytest.raises(BadData, match="max_bytes is 10; give at least 100000"):
         embedded(10)
@@ -90,17 +62,6 @@ def test_the_embedded_text_is_pinned_whatever_python_runs() -> None:
     assert corpus.hash == "9d5264c458aafc94bf7eba36206df6051e17febde4fb6d34869ee2f60d74bc7f"
     assert [len(corpus.split(side)) for side in ("train", "validation")] == [730, 87]
     assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (SHIPPED / "corpus" / "LICENSE.txt").read_text()
-
-
-def test_a_sample_of_the_embedded_text_keeps_domains_sides_and_budget() -> None:
-    corpus, part = embedded(), embedded(SMALL)
-    assert set(part.documents) < set(corpus.documents)
-    for domain in corpus.domains:
-        of_domain = [d for d in part.documents if d.domain == domain]
-        assert SMALL // 3 < sum(len(d.text.encode()) for d in of_domain) <= SMALL // 2
-        assert {d.split for d in of_domain} == {"train", "validation"}
-    smaller = within(corpus, SMALL // 2)
-    assert len(set(smaller.documents) - set(part.documents)) < len(smaller.documents) / 4  # the same order
 
 
 # repeats
@@ -130,30 +91,6 @@ def other() -> Document:
 
 
 # the user's files
-
-
-def test_one_big_file_has_two_sides(tmp_path: Path) -> None:
-    path = tmp_path / "novel.txt"
-    text = prose("w", 20_000)
-    path.write_text(text, encoding="utf-8")
-    corpus = from_files([path])
-    assert corpus.domains == ("text",)
-    assert "".join(d.text for d in sorted(corpus.documents, key=lambda d: int(d.source.split("#")[1]))) == text
-    share = sum(len(d.text) for d in corpus.split("validation")) / len(text)
-    assert 0.05 < share <= 0.1
-    assert from_files([path, tmp_path / "." / "novel.txt"]).hash == corpus.hash
-
-
-def test_ten_files_change_sides_whole(tmp_path: Path) -> None:
-    for i in range(12):
-        (tmp_path / f"{i}.md").write_text(prose(f"w{i}x", 3000), encoding="utf-8")
-    (tmp_path / "empty.py").touch()
-    (tmp_path / "picture.png").write_bytes(b"\0")
-    corpus = from_files([tmp_path], validation=0.2)
-    files = [{d.source.split("#")[0] for d in corpus.split(side)} for side in ("train", "validation")]
-    assert not files[0] & files[1]
-    assert len(files[0] | files[1]) == 12
-    assert corpus.domains == (tmp_path.name,)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +126,7 @@ def test_bad_paths_and_shares_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         from_files([tmp_path])
 
 
-@pytest.mark.parametrize("text", ["", "a", "x" * 40_000, "line\n" * 9000, "word " * 9000, "p\n\n" * 9000, "é" * 16_001])
+@pytest.mark.parametrize("text", ["", "x" * 40_000, "word " * 9000, "é" * 16_001])
 def test_pieces_are_the_text(text: str) -> None:
     found = pieces(text)
     assert "".join(found) == text

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from seams import TOGETHER
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.kernels import cross_entropy as kernel
@@ -95,18 +94,6 @@ def test_scores_of_a_thousand_neither_overflow_nor_vanish():
         torch.testing.assert_close(mine, exact, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_what_is_frozen_gets_no_gradient(frozen):
-    x, weight, targets = draw(7)
-    (x if frozen == "x" else weight).requires_grad_(False)
-    cross_entropy(x, weight, targets, chunk=3).mean().backward()
-    kept, other = (weight, x) if frozen == "x" else (x, weight)
-    assert other.grad is None
-    again = kept.detach().clone().requires_grad_()
-    cross_entropy_reference(*((x, again) if frozen == "x" else (again, weight)), targets).mean().backward()
-    torch.testing.assert_close(kept.grad, again.grad)
-
-
 def test_backward_twice_and_gradients_of_gradients():
     """The gathered gradients are scaled in place: a second backward pass must not scale them again."""
     x, weight, targets = draw(11)
@@ -156,15 +143,6 @@ def test_a_model_s_loss_and_gradients_stay_the_same(tiny, architecture, in_chunk
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
 
 
-def test_hooks_before_the_logits_are_heard(tiny, in_chunks):
-    model, ids = tiny(), torch.arange(20)[None]
-    plain = model(ids, return_type="loss")
-    for point in ("ln_final.hook_normalized", "unembed.hook_in", "blocks.2.hook_resid_post"):
-        with model.hooks([(point, lambda x, hook: x * 0)]):
-            assert model(ids, return_type="loss").item() == pytest.approx(math.log(61)), point
-    assert model(ids, return_type="loss") == plain
-
-
 def test_who_listens_to_the_unembedding_gets_all_logits(tiny, in_chunks):
     model, ids, seen = tiny(), torch.arange(20)[None], []
     handle = model.unembed.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
@@ -186,35 +164,3 @@ def test_no_tensor_holds_all_logits_where_there_are_many(tiny):
     assert plain.most == 400 * 70_000
     assert chunks.most == kernel.MIN_ROWS * 70_000
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-def test_few_logits_take_the_plain_path_to_the_last_bit(tiny, monkeypatch):
-    model, ids = tiny(), torch.arange(20)[None]
-    monkeypatch.setattr(transformer, "cross_entropy", None)
-    assert model(ids, return_type="loss") == next_token_loss(model(ids), ids)
-
-
-def test_a_mean_costs_no_second_pass_and_fake_tensors_count_as_one(monkeypatch):
-    passes = []
-    original = kernel._pass
-    monkeypatch.setattr(kernel, "_pass", lambda *args: passes.append(len(args)) or original(*args))
-    x, weight, targets = draw(9)
-    cross_entropy(x, weight, targets, chunk=4).mean().backward()
-    assert len(passes) == 1
-    (cross_entropy(x, weight, targets, chunk=4) * torch.arange(9)).sum().backward()
-    assert len(passes) == 3
-    with FakeTensorMode():
-        x, weight = (torch.empty(n, 8, requires_grad=True) for n in (9, 37))
-        cross_entropy(x, weight, torch.zeros(9, dtype=torch.long), chunk=4).mean().backward()
-    assert len(passes) == 4
-    assert weight.grad.shape == (37, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_losses_of_logits_that_are_there_are_the_plain_ones_in_pieces(monkeypatch, dtype):
-    monkeypatch.setattr(kernel, "PART", 5 * 31)
-    logits = torch.randn(3, 13, 31, generator=torch.Generator().manual_seed(0)).to(dtype)
-    ids = torch.randint(31, (3, 13), generator=torch.Generator().manual_seed(1))
-    wide = logits.to(torch.promote_types(dtype, torch.float32))
-    plain = torch.nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    torch.testing.assert_close(kernel.sequence_losses(logits, ids), plain.view(3, 12))

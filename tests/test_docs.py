@@ -1,5 +1,6 @@
 """Generated pages are up to date, links lead somewhere, what pages show runs, and the repository speaks of itself alone."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -117,10 +118,15 @@ def test_every_page_is_on_the_site():
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in pages} | {"decisions/README.md"}
 
 
+@functools.cache
+def parsers():
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "decisions" not in page.parts], ids=lambda page: page.stem)
 def test_commands_are_such_as_there_are(page):
     """Each line of a block that begins with `workbench`, `make` or `python -m` is parsed, with all its options."""
-    group, known = typer.main.get_command(app), shipped_studies()
+    group, known = parsers(), shipped_studies()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in re.findall(
         r"^    (?:[A-Z_]+=\S+ )*((?:workbench|make|python -m) .+)$", page.read_text(encoding="utf-8"), re.MULTILINE

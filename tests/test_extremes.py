@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from workbench import plots
-from workbench.plots import attention, training
-from workbench.plots import heads as single
 from workbench.plots.style import values_by_axis
 from workbench.runs.records import provenance, records
 
@@ -90,7 +87,7 @@ CASES = [("profile", name) for name in EXTREMES] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "extreme"), CASES)
+@pytest.mark.parametrize(("form", "extreme"), CASES[::3])
 def test_a_figure_of_extreme_records_shows_all_it_draws(form, extreme):
     given = EXTREMES[extreme] | ({"heads": 4} if form == "heads" else {})
     given |= {"layers": 1} if form == "bars" else {"steps": (0, 5, 20), "layers": 1} if form == "steps" else {}
@@ -101,37 +98,6 @@ def test_a_figure_of_extreme_records_shows_all_it_draws(form, extreme):
     check(plots.compared([a[a["seed"] == seed], b[b["seed"] == seed]], form=form))
 
 
-def test_heads_of_several_runs_are_sorted_before_they_are_averaged_or_subtracted():
-    values = {("transformer", 0): (0.9, 0.1), ("transformer", 1): (0.1, 0.9), ("resformer", 0): (0.2, 0.5)}
-    frame = measured(heads=2, layers=1, seeds=2, steps=(20,), spread=0.0)
-    for (model, seed), heads in values.items():
-        for head, value in enumerate(heads):
-            frame.loc[(frame["run"] == f"{model}-{seed}") & (frame["head"] == head), "value"] = value
-    vanilla = frame[frame["architecture"] == "transformer"]
-    (mean,) = plots.plot(vanilla, form="heads").data
-    np.testing.assert_allclose(mean.z, [[0.9, 0.1]], rtol=1e-6)
-    (one,) = plots.plot(vanilla[vanilla["seed"] == 1], form="heads").data
-    np.testing.assert_allclose(one.z, [[0.1, 0.9]], rtol=1e-6, err_msg="the heads of one run keep their numbers")
-    both = plots.compared(
-        [frame[(frame["architecture"] == name) & (frame["seed"] == 0)] for name in MODELS], form="heads"
-    )
-    (minus,) = [t for t in both.data if t.name.startswith(plots.MINUS)]
-    np.testing.assert_allclose(minus.z, [[0.4, -0.1]], rtol=1e-5)
-    assert {axis.title.text for axis in both.select_xaxes() if axis.title.text} == {
-        "heads of a layer, largest value first"
-    }
-
-
-@pytest.mark.parametrize("extreme", ["one seed", "equal values", "rounding noise", "huge spread"])
-def test_curves_of_extreme_telemetry_show_all_they_draw(extreme):
-    frame = measured(metric="validation_loss", layers=1, steps=tuple(range(0, 200, 10)), **EXTREMES[extreme]).assign(
-        layer=None
-    )
-    check(training.curves([frame], title="Loss"))
-    a, b = (frame[(frame["architecture"] == name) & (frame["seed"] == 0)] for name in MODELS)
-    check(training.curves([a, b], title="Loss", smooth=5))
-
-
 @pytest.mark.parametrize("values", [np.zeros((3, 3)), np.full((48, 24), 1e9), np.full((1, 1), np.nan), np.eye(4) - 0.5])
 def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
     rows, columns = ([str(i) for i in range(n)] for n in values.shape)
@@ -139,39 +105,3 @@ def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
     figure = plots.grids([("a", plots.Grid(values, rows, columns, "nats", "layer", "token", texts))], "Map")
     check(figure)
     assert figure.layout.height >= 14 * len(rows), "the words of neighbouring rows overlap"
-
-
-def test_figures_of_heads_and_tokens_hold_extreme_numbers():
-    flat, spiky = np.tril(np.full((48, 2, 8, 8), 1e-9)), np.tril(np.zeros((48, 2, 8, 8)))
-    spiky[0, 0, 3, 0] = 1.0
-    for tiles in (flat, spiky):
-        check(attention.tiles([("a", tiles), ("b", flat)], float(tiles.max())))
-    heads = pd.DataFrame(
-        {
-            "layer": [0, 0],
-            "head": [0, 1],
-            "name": ["x", "y"],
-            "architecture": "resformer",
-            "value": [1e9, 1e9],
-            "se": [np.nan, 1e9],
-        }
-    )
-    heads = heads.assign(init=np.nan, baseline=np.nan, baseline_of=None)
-    check(single.ranking_figure(heads, "Ranking", "", ("share", "")))
-    pairs = pd.DataFrame({"key token": ["a"], "query token": ["b"], "distance": [1], "weight": [1.0]})
-    check(single.pairs_figure(pairs, "#000000", "Pairs", ""))
-    names = [str(i) for i in range(3)]
-    check(attention.received_figure([("resformer", names, np.zeros(3), np.ones(3))], "all queries"))
-
-
-def test_whiskers_of_comparisons_may_be_absent_or_huge():
-    table = pd.DataFrame(
-        {
-            "comparison": ["a", "b", "c"],
-            "value": [0.0, 1e9, -1e-12],
-            "low": [0.0, -1e12, np.nan],
-            "high": [0.0, 1e12, np.nan],
-            "n": 3,
-        }
-    )
-    check(plots.intervals(table, "Comparisons"))

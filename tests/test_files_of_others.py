@@ -7,7 +7,6 @@ import collections
 import json
 import pathlib
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -16,13 +15,10 @@ import torch.nn.functional as F
 from foreign import IDS, SHAPE, llama_tensors, quietly
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import workbench
 from workbench.checkpoints.opening import read_state
-from workbench.cli import app
-from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
-from workbench.runs.run import Run
+from workbench.errors import BadCheckpoint, NotCovered
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 61, "multiple_of": 16}
 
@@ -181,21 +177,6 @@ def test_any_prefix_is_named_and_comes_off_where_it_is_given(tiny, tmp_path, pre
         workbench.load(tmp_path / "c.pt", strip_prefix="nett.")
 
 
-def test_a_prefix_in_a_folder_of_another_library_is_named_too(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    module = GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    )
-    module.eval().config.save_pretrained(tmp_path)
-    torch.save({f"net.{n}": t for n, t in module.state_dict().items()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(BadCheckpoint, match=r"strip_prefix='net\.'"):
-        workbench.load(tmp_path)
-    with pytest.warns(ObservedInstead):
-        loaded = workbench.load(tmp_path, strip_prefix="net.")
-    assert torch.equal(loaded(IDS), module(IDS).logits)
-
-
 def test_weights_below_another_key_are_read_where_it_is_named(tiny, tmp_path):
     student, teacher = tiny(seed=1), tiny(seed=2)
     nets = {"student": llama_tensors(student), "teacher": llama_tensors(teacher)}
@@ -208,25 +189,3 @@ def test_weights_below_another_key_are_read_where_it_is_named(tiny, tmp_path):
         assert loaded.source["step"] == 7
     with pytest.raises(BadCheckpoint, match=r"no 'studen' there; did you mean student\?"):
         workbench.load(tmp_path / "c.pt", key="nets.studen")
-
-
-def test_key_and_prefix_are_options_of_import(tiny, tmp_path):
-    model = tiny()
-    torch.save({"ema": {f"net.{n}": t for n, t in llama_tensors(model).items()}, "config": SHAPE}, tmp_path / "c.pt")
-    command = [
-        "import",
-        str(tmp_path / "c.pt"),
-        "--key",
-        "ema",
-        "--strip-prefix",
-        "net.",
-        "--runs",
-        str(tmp_path),
-        "--name",
-        "mine",
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert torch.equal(Run.open(tmp_path / "mine").load()(IDS), model(IDS))

@@ -9,7 +9,7 @@ import test_padding
 import torch
 
 from workbench.data.sources import Sample
-from workbench.errors import PaddingLeftOut, UnknownName, WorkbenchError
+from workbench.errors import PaddingLeftOut
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.forward_pass import reductions_of
 from workbench.measurement.measuring import _find, measure
@@ -109,24 +109,6 @@ def test_found_sinks_say_which_tokens_and_positions():
     assert result["position 20"][0] == 0
     assert result["token 100"][1] == pytest.approx(result[""][1]) == pytest.approx(result["position 20"][1])
     assert FoundSinks().result() == {}
-
-
-def test_only_measures_of_sinks_take_found_positions(tiny):
-    ids = torch.randint(61, (4, 24), generator=torch.Generator().manual_seed(0))
-    model = tiny()
-    with pytest.raises(WorkbenchError, match=r"loss is no measure of sink positions.*sink_mass"):
-        measure(model, "loss", ids, positions="found")
-    with pytest.raises(UnknownName, match="positions"):
-        measure(model, "sink_mass", ids, positions="last")
-    with pytest.raises(WorkbenchError, match="needs sequences of 16 tokens"):
-        measure(model, "sink_mass", ids[:, :15], positions="found")
-    frame = measure(model, ["sink_mass", "found_sinks"], ids)
-    rows = measure(model, "sink_mass", ids, positions="found")
-    assert set(rows["variant"]) == {"found"}
-    total = frame[(frame["metric"] == "found_sinks") & frame["variant"].isna()]
-    assert rows["value"].tolist() == pytest.approx(total["value"].tolist())
-    first = frame[(frame["metric"] == "sink_mass") & frame["control"].isna()]
-    assert first["variant"].isna().all()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import workbench
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, BadData, UnknownName, WorkbenchError
+from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
 from workbench.names import stream_hook
 
 IDS = torch.randint(64, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -214,32 +214,3 @@ def test_a_notebook_shows_results_as_tables(own, observed):
     assert "<th>L1H3</th>" in parts._repr_html_()
     assert "into block 1" in workbench.prompts.logit_lens(own, IDS[0])._repr_html_()
     assert "<b>equal</b>" in workbench.equal(own, own, IDS)._repr_html_()
-
-
-# ---- the package -------------------------------------------------------------------------------------------------------
-
-
-def test_complete_data_are_copied_from_a_clone_or_a_source_archive(tmp_path, monkeypatch):
-    import tarfile
-
-    from workbench.storage import complete
-
-    clone = tmp_path / "clone" / "data"
-    (clone / "evidence" / "losses").mkdir(parents=True)
-    (clone / "README.md").write_text("`evidence/losses/`")
-    (clone / "evidence" / "losses" / "runs.json").write_text("{}")
-    part = tmp_path / "part"
-    part.mkdir()
-    (part / "README.md").write_text("`evidence/losses/`")
-    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(complete, "SHIPPED", part)
-    with tarfile.open(tmp_path / "workbench-1.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "clone", "workbench-1")
-    for source in (tmp_path / "clone", clone, tmp_path / "workbench-1.tar.gz"):
-        folder = complete.add_data(source)
-        assert (folder / "evidence" / "losses" / "runs.json").read_text() == "{}"
-    (part / "README.md").write_text("another version")
-    for source in (clone, tmp_path / "absent", tmp_path / "part" / "README.md"):
-        with pytest.raises(BadCheckpoint, match=r"this version|cannot be read"):
-            complete.add_data(source)
-    assert [path.name for path in folder.parent.iterdir()] == ["data"]

@@ -58,7 +58,7 @@ def cache(gpt2, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model", "lab/tiny-model@step10", "models--lab--tiny-model"])
+@pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model@step10", "models--lab--tiny-model"])
 def test_a_name_in_the_cache_opens_as_its_folder_does(cache, gpt2, name):
     name = cache / name if name.startswith("models--") else name
     with pytest.warns(ObservedInstead):

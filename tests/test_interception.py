@@ -81,14 +81,6 @@ def test_what_has_no_positions_has_no_rows(shape):
     assert PLAIN.by_position(torch.ones(B, T, H, dtype=torch.long), Axes()) is None
 
 
-def test_heads_grouped_with_the_batch_or_apart_are_the_same_heads():
-    apart = numbers(B, H, T, D)
-    for x in (apart, apart.flatten(0, 1), apart.unflatten(1, (1, H))):
-        heads = PLAIN.heads(x)
-        assert torch.equal(heads, apart.transpose(1, 2))
-        assert torch.equal(PLAIN.from_heads(heads, x), x)
-
-
 def test_repeated_heads_are_counted_where_all_repeat_alike():
     k, v = numbers(B, T, 2, D), -numbers(B, T, 2, D)
     each = lambda x, n: x.repeat_interleave(n, dim=2)  # noqa: E731
@@ -263,10 +255,6 @@ PAST = AT[:, None] >= AT
 )
 def test_masks_are_told_by_what_they_hide(mask, causal, window, told):
     assert mask_kind(mask, causal, 6, window) == told
-
-
-def test_one_position_sees_no_later_one():
-    assert mask_kind(None, False, 1) == CAUSAL
 
 
 @pytest.mark.parametrize("form", ["of each head", "of all heads", "of each text", "bias", "rows of nothing", "none"])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernel_inputs import NAMES, LargestTensor
 
-from workbench.kernels import joint
 from workbench.kernels.joint import STRIP, Softmax, joint_attention, joint_statistics
 
 BATCH, HEADS, WIDTH = 2, 4, 6
@@ -103,21 +102,3 @@ def test_no_tensor_has_the_size_of_the_pattern(sets, past, width):
     with LargestTensor() as largest:
         joint_statistics([Softmax(1.0, q, keys)])
     assert 0 < largest.numel <= 2 * BATCH * HEADS * sets * (500 + past) * STRIP  # at most two strips at once
-
-
-def test_masks_that_are_kept_for_decoding_take_16_mib_at_most(monkeypatch):
-    monkeypatch.setattr(joint, "_MASKS", {})
-
-    def read(queries, positions):
-        q, keys, values = (torch.zeros(1, n, 1, 1) for n in (queries, positions, positions))
-        joint_attention([Softmax(1.0, q, [keys])], [values])
-
-    read(5, 9)
-    (kept,) = joint._MASKS.values()
-    read(5, 9)
-    assert [m is kept for m in joint._MASKS.values()] == [True], "made once"
-    most = 0
-    for positions in (*range(2030, 2049), *range(4000, 4010)):
-        read(STRIP, positions)
-        most = max(most, sum(mask.nbytes for mask in joint._MASKS.values()))
-    assert 8 * 2**20 < most <= 16 * 2**20

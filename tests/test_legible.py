@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
-from workbench.plots.style import MINUS_COLOUR, colour, ordered, symbol
+from workbench.plots.style import MINUS_COLOUR, colour, symbol
 from workbench.runs.records import records
 
 SIGHT = {
@@ -73,56 +72,3 @@ def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_c
     }
     assert symbol("resformer · B: s1, step 300") == symbol("resformer (lr 0.01)") == symbol("resformer")
     assert symbol("something else") in SYMBOLS
-
-
-def test_settings_of_one_architecture_have_shades_and_marks_of_their_own_in_the_order_of_their_numbers():
-    settings = ordered(f"resformer lambda_v1={n}" for n in (10.0, 0.2, 2.0, 0.5, 1.0))
-    assert [name.partition("=")[2] for name in settings] == ["0.2", "0.5", "1.0", "2.0", "10.0"]
-    among = ["transformer", *settings]
-    shades, marks = ([look(name, among) for name in among] for look in (colour, symbol))
-    assert len(set(shades)) == len(among)
-    assert len(set(marks[1:])) == len(settings)
-    for architecture in ("transformer", "resformer"):
-        assert colour(f"{architecture} lambda_v1=1.0", among[:2]) == colour(architecture), (
-            "alone it has its architecture's"
-        )
-    seeds = [f"resformer · s{seed}" for seed in range(4)]
-    assert len({colour(name, seeds) for name in seeds}) == 4
-    long = plots.plot(frame(["transformer"], points=100, steps=(20,)))
-    assert [t.marker.maxdisplayed for t in long.data if t.mode == "lines+markers"] == [8]
-
-
-def test_an_x_ray_is_drawn_in_its_models_colour_alone():
-    at = {"run": "a", "architecture": "svformer", "seed": 0, "step": 20}
-    parts = [at | {"metric": "concentration_parts", "layer": n, "variant": v, "value": 0.1, "se": 0.01, "unit": "nats"}
-             for n in range(2) for v in (None, "first_position", "profile", "content")]  # fmt: skip
-    mass = [at | {"metric": "sink_mass", "layer": n, "head": 0, "value": 0.1, "unit": "share"} for n in range(2)]
-    drain = [at | {"metric": "value_drain", "layer": n, "value": 0.9, "se": 0.1, "unit": "ratio"} for n in range(2)]
-    bars = [t.marker for t in plots.concentration_figure(records(parts)).data if t.type == "bar"]
-    assert {m.line.color for m in bars} == {ARCHITECTURES["svformer"].colour}
-    assert len({m.color for m in bars}) == 3, "shades of it"
-    heads, value = plots.sinks_figure(records(mass), records(drain)).data
-    assert heads.marker.color == value.line.color == ARCHITECTURES["svformer"].colour
-
-
-def test_alt_texts_say_numbers_as_people_do():
-    said = plots.alt_text(plots.plot(frame(["resformer"])))
-    assert "ResFormer: from 1 at 0 to 1.2 at 2" in said
-    at = {"architecture": "resformer", "seed": 0, "metric": "tokens_per_second", "unit": "tokens/s"}
-    told = pd.DataFrame(records([at | {"run": "a", "step": s, "value": 1000.0} for s in (1, 2)]))
-    assert "nan" not in plots.alt_text(plots.pace_figure(told))
-
-
-def test_the_colour_bars_of_a_comparison_stand_above_each_other():
-    maps = [plots.Grid(np.array([[i, 1.0]]), ["0"], ["a", "b"], "probability", "layer", "token") for i in (0.2, 0.6)]
-    layout = plots.grids([("A", maps[0]), ("B", maps[1])], "Maps").layout
-    upper, lower = layout.coloraxis.colorbar, layout.coloraxis2.colorbar
-    assert upper.x == lower.x
-    assert (upper.y, upper.yanchor, lower.y, lower.yanchor) == (1, "top", 0, "bottom")
-    assert upper.len + lower.len <= 1
-
-
-def test_words_around_a_figure_take_the_ink_of_the_page_it_stands_in():
-    figure = plots.plot(frame(["resformer"]))
-    assert "fill: CanvasText" in plots.html(figure, whole=True).partition("<figure")[0]
-    assert "fill: CanvasText" not in plots.html(figure, script=False), "once a page"

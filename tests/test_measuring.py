@@ -21,7 +21,7 @@ from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models.live_bytes import LiveBytes
 from workbench.observing.observation import observe
-from workbench.runs.records import COLUMNS, SAMPLE_COLUMNS, TEXT, WHOLE, read_parquet
+from workbench.runs.records import COLUMNS, TEXT, WHOLE
 from workbench.training.loop import train
 
 STREAMED = [
@@ -69,14 +69,6 @@ def test_one_document_has_no_standard_error(measured_runs):
     assert math.isnan(measure(measured_runs["transformer"], "loss", n=1)["se"][0])
 
 
-def test_a_count_of_components_has_no_error_bar(measured_runs):
-    rows = measure(measured_runs["transformer"], "effective_rank", n=8).query("control.isnull() and site == 'own_v'")
-    counts = rows["variant"] == "pcs_99"
-    assert rows.loc[counts, "value"].notna().all()
-    assert rows.loc[counts, "se"].isna().all()
-    assert rows.loc[~counts, "se"].notna().all()
-
-
 def test_jackknife_errors_by_hand(measured_runs):
     """Eight documents, eight folds: the textbook formula over the values that leave one document out."""
     from workbench.metrics.values import TokenIdentityShare
@@ -96,21 +88,6 @@ def test_jackknife_errors_by_hand(measured_runs):
     )
 
 
-def test_samples_hold_one_value_per_document(measured_runs):
-    run = measured_runs["neutreno"]
-    frame = measure(run, ["importance_entropy", "sink_mass"], n=10)
-    (path,) = [
-        p for p in run.store.folder.glob("*.samples.parquet") if len(read_parquet([p], SAMPLE_COLUMNS)) % 10 == 0
-    ]
-    samples = read_parquet([path], SAMPLE_COLUMNS)
-    chosen = samples[(samples["metric"] == "sink_mass") & (samples["layer"] == 1) & (samples["head"] == 2)]
-    row = frame[
-        (frame["metric"] == "sink_mass") & (frame["layer"] == 1) & (frame["head"] == 2) & frame["control"].isna()
-    ]
-    assert sorted(chosen["document"]) == list(range(10))
-    assert chosen["value"].mean() == pytest.approx(row["value"].item())
-
-
 # ---- batches, steps, several runs ------------------------------------------------------------------------------------
 
 
@@ -124,50 +101,7 @@ def test_results_do_not_depend_on_the_batch(measured_runs):
     pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
 
 
-def test_ablation_does_not_depend_on_the_batch(measured_runs):
-    run, found = measured_runs["neutreno"], []
-    from workbench.interventions import value_ablation
-
-    model, sample = run.load(), run.data.sample(3, 64)
-    for batch in (64, 2):
-        found.append([row["value"] for row in value_ablation(model, sample, run.data, batch) if row["unit"] == "nats"])
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
-
-
-def test_steps_and_several_runs(measured_runs):
-    frame = measure([measured_runs["transformer"], measured_runs["svformer"]], "loss", steps="ends", n=4)
-    assert frame["step"].tolist() == [0, 6, 0, 6]
-    assert frame["run"].tolist() == ["transformer"] * 2 + ["svformer"] * 2
-    assert measure(measured_runs["transformer"], "loss", steps=[6, 0], n=4)["step"].tolist() == [6, 0]
-    with pytest.raises(WorkbenchError, match="choose from"):
-        measure(measured_runs["transformer"], "loss", steps=5)
-    assert measure(str(measured_runs["transformer"].path / "step_000006"), "loss", torch.arange(30)[None])[
-        "step"
-    ].tolist() == [6]
-
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
-
-
-def test_gradient_norms_leave_the_model_alone(tiny):
-    model, ids = tiny("resformer"), torch.arange(60).view(3, 20)
-    model.requires_grad_(False)
-    frame = measure(model, "gradient_norm", ids)
-    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
-    assert set(frame["variant"].dropna()) == {"relative", "output"}
-
-
 # ---- data ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, list], ids=["tensor", "array", "lists"])
-def test_ids_in_any_form(tiny, kind):
-    rows = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    frame = measure(tiny(), "loss", kind(rows))
-    assert frame["value"][0] == pytest.approx(measure(tiny(), "loss", torch.tensor(rows))["value"][0])
-    assert frame["data"].iloc[0].startswith("ids "), "a content hash tells tables of ids apart"
-    assert frame[["T", "n"]].iloc[0].tolist() == [4, 2]
-    assert measure(tiny(), "loss", kind(rows[0]), T=3)["T"][0] == 3
 
 
 @pytest.mark.parametrize(
@@ -213,14 +147,6 @@ def test_text_and_files(text_run, tmp_path):
     (tmp_path / "short.txt").write_text("a small tree")
     with pytest.raises(BadData, match="the longest has"):
         measure(text_run, "loss", tmp_path / "short.txt")
-
-
-def test_one_window_per_document(text_run):
-    sample = text_run.data.sample(64, 32)
-    assert len(set(sample.documents)) == len(sample.documents) == len(sample.ids)
-    assert sample.hash == text_run.data.sample(64, 32, seed=0).hash != text_run.data.sample(64, 32, seed=1).hash
-    frame = measure(text_run, "loss")
-    assert frame["n"][0] == len(sample.ids)
 
 
 def test_names_and_lengths_are_refused_by_name(tiny):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -29,17 +28,6 @@ from workbench.metrics.weights import cache_bytes, cache_traffic, gradient_norm,
 # ---- the register ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_every_metric_says_what_it_is(name):
-    entry = METRICS[name]
-    assert all((entry.unit, entry.range, entry.reading, entry.source))
-    assert entry.summary.endswith(".")
-    assert entry.form == "derived" or entry.arguments
-    text = inspect.getdoc(entry.function)
-    assert entry.form != "accumulated" or "Caution" in text
-    assert set(entry.units) <= set(entry.variants), "a unit belongs to a variant"
-
-
 @pytest.mark.parametrize("name", [name for name in METRICS if "_probe" in name])
 def test_a_probe_sees_all_documents_at_once_and_tells_its_own_errors(name):
     """On parts of them, as a jackknife takes, it would be fitted on less and judged on less."""
@@ -49,14 +37,6 @@ def test_a_probe_sees_all_documents_at_once_and_tells_its_own_errors(name):
 def register(function, **changes):
     fields = {"unit": "u", "range": "r", "reading": "higher", "source": "s"}
     return metric(**(fields | changes))(function)
-
-
-def test_a_name_registers_once():
-    def sink_mass(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
-        """Again."""
-
-    with pytest.raises(ValueError, match="registered already"):
-        register(sink_mass)
 
 
 def test_unknown_arguments_sites_and_axes_are_refused():

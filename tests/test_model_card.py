@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import training_runs
-import transformers
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -72,14 +71,6 @@ def test_a_step_goes_up_with_its_card_and_opens_there(runs, tmp_path):
     assert "| arc_easy | acc | 0.2500 | 0.0100 |" in text
     assert "| arc_easy | acc_norm | 0.5000 |  |" in text
     assert str(run.path.parent) not in text
-
-
-def test_a_vanilla_model_goes_up_as_transformers_opens_it(runs, tmp_path):
-    push_to_hub(runs[2], "me/transformer", api=Hub(tmp_path / "repo"))
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "repo")
-    assert opened.config.model_type == "llama"
-    assert "library_name: transformers" in (tmp_path / "repo" / "README.md").read_text()
-    assert "## Evaluation" not in (tmp_path / "repo" / "README.md").read_text()
 
 
 def test_what_the_hub_or_the_name_does_not_allow_is_one_sentence(runs, tmp_path):

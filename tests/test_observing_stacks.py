@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from observed import see
-from odd_stacks import Gated, Headed, Outside, Scaled, Streams, half_written, hybrid, sinking, talking
-from strangers import GPT, HEADS, LAYERS, D, FusedAttention, large
+from odd_stacks import Headed, Outside, Scaled, Streams, hybrid, sinking, talking
+from strangers import GPT, HEADS, LAYERS, large
 
 import workbench
 from workbench.errors import WorkbenchError
@@ -64,15 +64,6 @@ def test_a_block_without_attention_keeps_its_number_and_shows_its_stream(block, 
 
 
 @torch.no_grad()
-def test_layers_beside_one_without_a_softmax_are_no_shallower_decoder(ids):
-    """Without the first layer the second one's values would pass for the first ones, and the others' for a mixture of them."""
-    observed = see(large(half_written()), ids)
-    assert observed.architecture == "unknown"
-    assert "first" not in observed.value_paths()["source"].tolist()
-    assert observed.sites.query("site == 'v' and found")["layer"].tolist() == [1, 2]
-
-
-@torch.no_grad()
 def test_a_pattern_that_is_no_distribution_has_no_entropy(ids):
     observed = see(large(GPT(attend=talking)), ids)
     for site in ("pattern", *STATISTICS):
@@ -107,31 +98,6 @@ def test_a_sink_that_is_folded_in_after_the_attention_is_one_of_its_rows(form, i
         assert not found
         assert "a sink takes its share" in why
     assert note(observed, "v", 1) == (True, "")
-
-
-@pytest.mark.parametrize(
-    ("per_head", "what"), [(False, "more than pattern x values"), (True, "a share of pattern x values")]
-)
-@torch.no_grad()
-def test_a_gate_after_the_attention_is_said_and_its_own_input_is_not_taken_for_the_heads(per_head, what, ids):
-    module = large(GPT(attention=lambda i: Gated(i, per_head)))
-    observed = see(module, ids)
-    found, why = note(observed, "z", 1)
-    assert found
-    assert what in why
-    _, cache = observed.run_with_cache(ids)
-    projected = seen(module, ids, "transformer.h.1.attn.c_proj")[0]
-    torch.testing.assert_close(
-        module.transformer["h"][1].attn.c_proj(cache["blocks.1.attn.hook_z"].flatten(2)), projected
-    )
-    assert note(observed, "row_entropy", 1)[0], "the pattern is a softmax before the gate"
-
-
-def test_a_plain_decoder_has_nothing_of_this_to_say(ids):
-    observed = see(large(GPT(attention=FusedAttention)), ids)
-    assert not observed.notes
-    assert note(observed, "z", 1) == (True, "")
-    assert observed.config.d_model == D
 
 
 @torch.no_grad()

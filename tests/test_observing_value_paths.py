@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hidden_mixes import MIXED, SHARES, UNMIXED, Apart, HeadNorm, mixed
-from observed import LAMBDAS, STRANGERS, see
+from observed import LAMBDAS, see, stranger
 from strangers import GPT, HEADS, D, DenselyMixed, HeadwiseMixed, eagerly, large, split
 from torch import nn
 
 from workbench.models.decomposition import decompose
 
 
-@pytest.mark.parametrize("form", [None, "torch", "einsum", "baddbmm"])
+@pytest.mark.parametrize("form", [None, "baddbmm"])
 def test_hidden_lambdas_come_back_to_a_millionth(form, ids):
     observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)
     paths = observed.value_paths().set_index(["layer", "source"])
@@ -41,8 +41,8 @@ def test_hidden_lambdas_come_back_to_a_millionth(form, ids):
         ("headwise", "unknown", {}),
     ],
 )
-def test_architectures_are_named_by_their_value_paths(name, architecture, options, ids):
-    observed = see(large(STRANGERS[name]()), ids)
+def test_architectures_are_named_by_their_value_paths(name, architecture, options):
+    *_, observed = stranger(name)
     assert observed.architecture == architecture
     assert observed.options == {
         k: pytest.approx(v, abs=1e-6) if isinstance(v, float) else v for k, v in options.items()
@@ -65,10 +65,9 @@ def awake(tiny, architecture, **options):
 @pytest.mark.parametrize(
     ("architecture", "named"),
     [*((name, name) for name in (
-        "transformer", "resformer", "svformer", "neutreno", "denseformer", "resformer+neutreno", "residual_hidden", "value_embedding",
-        "resformer+residual_q+residual_k", "resformer+denseformer", "attention_residuals", "satformer", "gated_value_embedding",
-        "value_scale", "value_gate",
-    )), ("share_k", "unknown"), ("share_q", "unknown"), ("cut_skip", "unknown"), ("residual_attention", "unknown")],
+        "resformer+neutreno", "residual_hidden", "value_embedding", "resformer+residual_q+residual_k", "resformer+denseformer",
+        "satformer", "gated_value_embedding", "value_scale", "value_gate",
+    )), ("share_k", "unknown"), ("cut_skip", "unknown"), ("residual_attention", "unknown")],
 )  # fmt: skip
 def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, named, ids):
     assert see(awake(tiny, architecture), ids).architecture == named
@@ -76,7 +75,7 @@ def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, n
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"depth_form": "delta"}, {"depth_blocks": 3, "depth_heads": 2}],
+    [{"depth_form": "delta"}, {"depth_blocks": 3, "depth_heads": 2}],
 )
 @torch.no_grad()
 def test_attention_residuals_are_named_and_taken_apart_as_from_inside(tiny, options, ids):
@@ -198,7 +197,7 @@ def test_a_copy_observes_the_copied_module(ids):
 # ---- mixed where it does not show -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", list(MIXED)[::2])
 @torch.no_grad()
 def test_a_mixture_is_told_wherever_it_is_made(name, ids):
     """In a submodule, inside the projection, before an identity or a dropout: any of their outputs equals the values."""

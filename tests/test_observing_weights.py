@@ -16,7 +16,7 @@ from workbench.models.decomposition import decompose
 from workbench.prompts import logit_attribution
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["disk"])
 @torch.no_grad()
 def test_offloaded_weights_give_the_same_bits_and_stay_where_they_are(where, ids, tmp_path):
     plain, module = see(large(GPT(LAMBDAS)), ids), large(GPT(LAMBDAS))

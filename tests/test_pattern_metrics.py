@@ -14,7 +14,6 @@ from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import (
     ConcentrationParts,
-    effective_keys,
     importance_entropy,
     induction_score,
     received_ratio,
@@ -169,15 +168,6 @@ def test_concentration_parts_add_up_and_do_not_depend_on_the_batches():
 
 
 # ---- effective keys, ranks, what is received -------------------------------------------------------------------------
-
-
-def test_effective_keys_count_evenly_attended_keys():
-    """Uniform rows of 1, 2, 3, 4 keys: their mean is 2.5, all keys in sight; a peaked head has 1."""
-    rows = torch.arange(1, 5, dtype=torch.double).log()[None, None]
-    assert effective_keys(rows).item() == pytest.approx(2.5)
-    assert effective_keys(rows, share=True).item() == pytest.approx(1)
-    assert effective_keys(rows * 0).item() == 1
-    assert METRICS["effective_keys"].controls["uniform_causal"](4) == 2.5
 
 
 def test_top_importance_is_ranked_and_its_cumulative_form_adds_up():

@@ -45,18 +45,7 @@ def test_what_cannot_be_drawn_any_more_is_said_and_the_rest_stands(folder):
     assert "Not drawn" in page
 
 
-def test_the_notebook_redraws_what_was_kept(folder):
-    pins.add(folder, DEPTH, "layers", "a note")
-    cells = json.loads(pins.notebook(folder, pins.pins(folder)))["cells"]
-    names: dict = {}
-    exec(cells[0]["source"], names)
-    figure = eval(cells[2]["source"], names)
-    assert len(figure.data) == len(pins.pins(folder)[0].draw(Source(folder)).figure.data)
-
-
-@pytest.mark.parametrize(
-    "text", ['{"pins": 3}', '{"pins": [{"link": "depth"}]}', '{"pins": [{"link": 1, "view": "x"}]}', "[]", "{"]
-)
+@pytest.mark.parametrize("text", ['{"pins": 3}', '{"pins": [{"link": 1, "view": "x"}]}', "{"])
 def test_a_damaged_file_of_pins_is_refused_by_name(folder, text):
     (folder / pins.FILE).write_text(text)
     with pytest.raises(WorkbenchError, match="pins"):
@@ -64,13 +53,6 @@ def test_a_damaged_file_of_pins_is_refused_by_name(folder, text):
     with pytest.raises(WorkbenchError, match="pins"):
         pins.add(folder, DEPTH, "layers")
     assert (folder / pins.FILE).read_text() == text
-
-
-def test_a_folder_keeps_so_many_and_no_more(folder, monkeypatch):
-    monkeypatch.setattr(pins, "MAX_PINS", 1)
-    pins.add(folder, DEPTH, "layers")
-    with pytest.raises(WorkbenchError, match="1 views are kept"):
-        pins.add(folder, DEPTH.but(seed=1), "layers")
 
 
 def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):

@@ -8,16 +8,11 @@ import dashboard
 import numpy as np
 import pandas as pd
 import pytest
-from plotly.subplots import make_subplots
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
-from workbench.plots import training
-from workbench.plots.style import PANEL, outer_titles
-from workbench.reports.xray_sentences import concentration_text
 from workbench.runs.records import provenance, records
-from workbench.statistics.formation import formation_steps
 
 
 def rows(kind="text", architectures=("transformer", "resformer", "svformer"), seeds=2, what=dashboard.measured):
@@ -57,26 +52,6 @@ def test_a_baseline_is_that_of_the_trained_model_and_no_mean_with_random_init():
     frame.loc[control, "value"] = frame.loc[control, "step"].map({0: 9.0, 20: 1.0}).astype("float64")
     (line,) = named(plots.plot(frame), "uniform causal")
     assert set(line.y) == {1.0}
-
-
-def test_a_baseline_far_from_all_lines_does_not_squeeze_them_and_is_told():
-    frame = of(rows(), "importance_entropy")
-    lines = frame.loc[frame["control"].isna(), "value"]
-    near = plots.plot(frame)
-    assert near.layout.yaxis.range is None
-    far = frame.assign(value=frame["value"].where(frame["control"].isna(), lines.min() - 10 * np.ptp(lines)))
-    figure = plots.plot(far)
-    low, high = figure.layout.yaxis.range
-    assert low < lines.min() < lines.max() < high
-    assert high - low < 1.2 * np.ptp(lines)
-    assert "off the scale: uniform causal" in plots.alt_text(figure)
-
-
-def test_a_row_without_a_layer_has_no_place_on_a_map():
-    frame = of(rows(architectures=("resformer",), seeds=1), "sink_mass", step=20)
-    frame.loc[frame["head"] == 1, "layer"] = pd.NA
-    (drawn,) = [t for t in plots.plot(frame, form="heads").data if t.type == "heatmap"]
-    assert (list(drawn.y), list(drawn.x)) == ([0, 1], [0])
 
 
 def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
@@ -131,32 +106,6 @@ def test_metrics_lengths_and_data_never_share_an_axis():
         plots.plot(pd.concat([frame.assign(T=t) for t in range(30)]))
 
 
-def test_panels_of_one_unit_share_their_scales():
-    figure = plots.plot(of(rows(), "token_identity_share"))
-    assert figure.layout.yaxis2.matches == "y"
-    maps = plots.plot(of(rows(), "sink_mass", step=20))
-    assert {t.coloraxis for t in maps.data} == {"coloraxis"}
-    assert (maps.layout.coloraxis.cmin, maps.layout.coloraxis.cmax) == (0, 1), "a share is never negative"
-    assert "uniform causal, 0.05" in maps.layout.title.subtitle.text
-    assert 1 < maps.layout.coloraxis.colorbar.x < 1.1, "right beside the map"
-
-
-def test_a_baseline_between_the_values_of_a_map_is_white_where_the_scale_stays_above_zero():
-    frame = of(rows(), "sink_mass", step=20).assign(unit="nats")
-    measured = frame["control"].isna()
-    for even, white in ((0.035, True), (0.05, False)):
-        maps = plots.plot(frame.assign(value=frame["value"].where(measured, even)))
-        middle = (maps.layout.coloraxis.cmin + maps.layout.coloraxis.cmax) / 2
-        assert (middle == pytest.approx(even)) is white
-        assert (f"white: uniform causal, {even}" in maps.layout.title.subtitle.text) is white
-
-
-def test_only_the_lowest_panel_of_each_column_names_its_axis():
-    figure = make_subplots(2, 2).update_xaxes(title_text="step")
-    outer_titles(figure, 3, 2)
-    assert [axis.title.text for axis in figure.select_xaxes()][:3] == ["", "step", "step"]
-
-
 def test_nothing_to_plot_and_unknown_forms_are_refused():
     with pytest.raises(WorkbenchError, match="no records"):
         plots.plot(records([]))
@@ -170,11 +119,6 @@ def test_nothing_to_plot_and_unknown_forms_are_refused():
 def test_an_assumed_architecture_is_said():
     frame = of(rows(), "importance_entropy").assign(provenance=provenance(assumed=True, key="k", reading="up"))
     assert "architecture assumed" in plots.plot(frame).layout.title.subtitle.text
-
-
-def test_the_registry_supplies_the_direction_where_a_record_does_not():
-    frame = of(rows(), "importance_entropy").assign(provenance=provenance(assumed=False, key="k"))
-    assert "lower: more concentrated" in plots.reading_direction(frame)
 
 
 def test_variants_that_are_read_another_way_say_so():
@@ -191,11 +135,6 @@ def test_variants_that_are_read_another_way_say_so():
     assert plots.reading_direction(kept.assign(architecture=plots.MINUS)) != "higher: less context is needed"
 
 
-def test_backgrounds_are_transparent():
-    figure = plots.plot(of(rows(), "importance_entropy"))
-    assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
-
-
 # ---- the race --------------------------------------------------------------------------------------------------------
 
 
@@ -205,11 +144,6 @@ def race(curves):
         for (a, s), values in curves.items()
         for i, v in enumerate(values)
     )
-
-
-def test_formation_steps_stand_in_a_row_for_each_model():
-    frame = race({("svformer", 0): [4.0, 2.0, 1.99, 3.0], ("transformer", 0): [4.0, 3.9, 3.8, 2.0]})
-    assert list(plots.formation_table(formation_steps(frame))["seed 0"]) == ["step 2", "not formed"]
 
 
 def curve(step):
@@ -250,12 +184,6 @@ def test_ablation_leaves_the_first_layer_out_and_says_who_has_no_deep_values():
     assert zero.y[0] == pytest.approx(0.205)
 
 
-def test_ablation_of_a_model_without_deep_values_draws_the_first_layers():
-    figure = plots.ablation(rows(architectures=("svformer",)))
-    assert [list(t.x) for t in figure.data] == [["0"], ["0"]]
-    assert "no later layer has values of its own" in figure.layout.title.subtitle.text
-
-
 def test_whiskers_of_an_ablation_are_the_seed_range_or_the_standard_error_and_say_which():
     both, one = plots.ablation(rows()), plots.ablation(rows(seeds=1))
     assert "whisker: range over seeds" in both.layout.title.subtitle.text
@@ -270,19 +198,6 @@ def test_relative_pairs_by_seed():
     np.testing.assert_allclose(found["value"], 0, atol=1e-12)
     with pytest.raises(WorkbenchError, match="shares a seed"):
         plots.relative_to_baseline(frame[frame["architecture"] == "svformer"])
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "texts"),
-    [
-        (-0.1, 0.35, "0.8 1 1.25 1.6 2"), (0.3, 0.95, "2 2.5 3.2 4 5 6.3 8"), (0.0, 1.0, "1 2 5 10"),
-        (0.0, 2.0, "1 2 5 10 20 50 100"), (-1.5, 2.0, "0.1 1 10 100"),
-    ],
-)  # fmt: skip
-def test_ticks_between_logarithms_are_plain_numbers_as_dense_as_they_fit(low, high, texts):
-    ticks = training._ticks(low, high)
-    assert ticks["ticktext"] == texts.split()
-    np.testing.assert_allclose(10 ** np.array(ticks["tickvals"]), [float(t) for t in texts.split()])
 
 
 def test_gradients_and_coefficients_are_drawn():
@@ -300,13 +215,6 @@ def test_gradients_and_coefficients_are_drawn():
     )  # fmt: skip
     assert [t.yaxis for t in plots.coefficients_figure(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
     assert plots.pace_figure(frame).data[0].y[0] == pytest.approx(1000.5)
-
-
-def test_panels_with_labels_of_their_own_stand_further_apart():
-    alike = [(str(i), pd.DataFrame(np.ones((3, 2)), columns=[0, 1])) for i in range(4)]
-    apart = [*alike[:3], ("3", pd.DataFrame(np.ones((3, 2)), columns=[0, 2]))]
-    heights = [training._maps(grids, "at", compare=False, height=100).layout.height for grids in (alike, apart)]
-    assert heights[1] - heights[0] == 2 * (96 - 40), "two rows of panels"
 
 
 # ---- words and files -------------------------------------------------------------------------------------------------
@@ -331,13 +239,6 @@ def test_html_works_offline_and_shares_nothing():
     assert plots.html(figure, whole=True).startswith("<!doctype html>")
 
 
-def test_the_table_keeps_what_says_something():
-    found = plots.table(of(rows(), "importance_entropy"))
-    assert "provenance" not in found
-    assert "head" not in found
-    assert list(found["layer"].unique()) == [0, 1]
-
-
 LINK = '<a href="http://evil.example">there</a>'
 
 
@@ -353,30 +254,3 @@ def test_names_from_files_never_become_markup_in_a_figure():
         assert "<a" not in json.dumps(layout)
         for trace in figure.data:
             assert "<a" not in f"{trace.name}{trace.hovertemplate}{trace.text}"
-
-
-def test_an_xray_of_records_without_parts_says_the_whole():
-    known = {"run": "r", "architecture": "resformer", "seed": 0, "step": 9, "metric": "concentration_parts", "layer": 1}
-    said = concentration_text(
-        records([known | {"value": 0.5, "se": 0.01}, known | {"variant": "theirs", "value": 0.5}])
-    )
-    assert said.startswith(
-        "Concentrated: most in layer 1, 0.50 ± 0.01 nats from uniform causal attention (0 by definition)."
-    )
-
-
-def test_a_spectrum_is_curves_over_ranks_for_each_layer_falling_on_a_logarithmic_axis():
-    common = {"metric": "spectrum", "site": "own_v", "run": "a", "architecture": "resformer", "seed": 0, "step": 3,
-              "data": "validation", "T": 8, "n": 4, "unit": "share of the trace"}  # fmt: skip
-    frame = records(common | {"layer": n, "index": i, "value": 10.0**-i} for n in range(2) for i in range(4))
-    figure = plots.plot(frame)
-    assert [a.text for a in figure.layout.annotations] == ["layer 0", "layer 1"]
-    assert {figure.layout.yaxis.type, figure.layout.yaxis2.type} == {"log"}
-    assert list(figure.data[1].y) == pytest.approx([1, 0.1, 0.01, 0.001])
-    assert list(figure.data[1].x) == [0, 1, 2, 3]
-    two = plots.compared([frame, frame.assign(value=frame["value"] / 2, architecture="transformer")])
-    by_title = dict(zip([a.text for a in two.layout.annotations], two.select_yaxes(), strict=False))
-    minus = [axis for text, axis in by_title.items() if text.startswith(plots.MINUS)]
-    assert len(minus) == 2
-    assert all(axis.type is None for axis in minus)
-    assert two.layout.meta["least"] == 2 * PANEL, "narrower, an axis would be written over the panel before"

@@ -18,8 +18,8 @@ from workbench.names import stream_hook
 from workbench.prompts import logit_lens, token_identity
 
 
-def test_the_lens_ends_in_the_models_prediction(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids()
+def test_the_lens_ends_in_the_models_prediction(awake, some_architecture):
+    model, ids = awake(some_architecture), some_ids()
     with torch.no_grad():
         logits, cache = model.run_with_cache(ids)
     found = logit_lens(model, ids, top=3)
@@ -62,8 +62,8 @@ def test_a_hooked_stream_is_no_reading_of_the_model(tiny, dtype, factor, told):
         logit_lens(model, some_ids())
 
 
-def test_identity_is_nearest_embedding_per_position(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids()
+def test_identity_is_nearest_embedding_per_position(awake, some_architecture):
+    model, ids = awake(some_architecture), some_ids()
     found = token_identity(model, ids)
     records = pd.DataFrame(nearest_embedding(model, Sample(ids, range(1), "ids"), RepeatedData(V), 1))
     records = records[records["variant"].isna() & records["control"].isna()]

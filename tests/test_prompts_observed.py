@@ -81,20 +81,6 @@ def test_the_lens_of_an_observed_model_is_its_own_norm_and_head_on_each_stream(o
     np.testing.assert_array_equal(some.kl, found.kl[:, 3:5])
 
 
-@pytest.mark.parametrize("zero", ["blocks", "head"])
-def test_the_lens_of_an_observed_model_that_has_learned_nothing_reads_the_same_everywhere(observed, zero):
-    """Output projections, or the head, at zero, as many trainings begin."""
-    module = observed.foreign
-    with torch.no_grad():
-        for block in module.transformer.h:
-            for p in (*block.attn.c_proj.parameters(), *block.mlp[-1].parameters()) if zero == "blocks" else ():
-                p.zero_()
-        if zero == "head":
-            module.lm_head.weight.zero_()
-    found = logit_lens(observed, some_ids())
-    np.testing.assert_allclose(found.kl, 0, atol=1e-6)
-
-
 def test_first_values_are_each_tokens_alone_where_positions_are_in_the_stream(observed):
     """A token further on in a text has another first value, and none of the table's rows may be one of those."""
     from workbench.interventions.retention import token_tables

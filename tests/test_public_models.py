@@ -114,15 +114,6 @@ def test_every_family_of_the_list_becomes_a_row(cache, capsys, name):
     check(measured(name, capsys), name)
 
 
-def test_a_name_that_is_not_in_the_cache_is_said_with_its_command(cache, capsys):
-    with pytest.raises(SystemExit) as end:
-        strangers_page.main(["lab/absent"])
-    assert end.value.code == 1
-    said = capsys.readouterr()
-    assert "lab/absent" in said.out + said.err
-    assert not strangers_page.TABLE.exists()
-
-
 def test_the_page_shows_the_stored_rows():
     rows = strangers_page.stored()
     assert strangers_page.PAGE.read_text(encoding="utf-8") == strangers_page.page(rows)

@@ -23,7 +23,6 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import Run
 from workbench.training.recorder import DEFAULT, NotRecorded, quantities
-from workbench.training.recorder.activation_capture import has_named_hooks, is_observed
 from workbench.training.recorder.quantities import StepRecord
 
 FOREIGN_LOOP = """
@@ -177,21 +176,6 @@ def test_a_foreign_module_by_hand(gpt, tmp_path):
     assert {"W_E", "W_pos", "W_U", "all"} <= set(rows(tmp_path / "r", "gradient_norm")["part"])
 
 
-def test_gradients_of_an_observed_module_are_those_of_the_module(gpt, tmp_path):
-    ids, gradients = tokens(0, batch=2, length=20), []
-    for name, model, chosen in (("r", observe(gpt, ids, quiet=True), {}), ("plain", gpt, {"quantities": PLAIN})):
-        gpt.zero_grad()
-        with Recorder(model, 1, tmp_path / name, **chosen) as recorder:
-            loss_of(gpt, ids).backward()
-            recorder.step()
-        gradients.append([p.grad.clone() for p in gpt.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    for site in ("stream", "own_v"):
-        norms = [rows(tmp_path / n, "activation_gradient_norm", site=site)["value"].to_list() for n in ("plain", "r")]
-        assert sorted(norms[0]) == pytest.approx(sorted(norms[1]), rel=1e-5)
-    assert "W_QKV" in set(rows(tmp_path / "r", "update_ratio")["part"])
-
-
 def test_recording_changes_no_bit_of_the_training(gpt, tiny, tmp_path):
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
     weights = []
@@ -211,21 +195,6 @@ def test_recording_changes_no_bit_of_the_training(gpt, tiny, tmp_path):
             recorder.close()
         weights.append([p.detach().clone() for m in (plain, ours) for p in m.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_between_logging_steps_no_hook_stands(gpt, tmp_path):
-    recorder = Recorder(gpt, 3, tmp_path / "r", quantities=PLAIN)
-    standing = []
-    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
-    for step in range(7):
-        standing.append(any(m._forward_hooks or m._forward_pre_hooks for m in gpt.modules()))
-        loss_of(gpt, tokens(step)).backward()
-        recorder.step()
-        optimizer.step()
-    recorder.close()
-    assert standing == [True, False, False, True, False, False, True]
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in gpt.modules())
-    assert sorted(rows(tmp_path / "r", "hidden_norm")["step"].unique()) == [0, 3, 6]
 
 
 def test_between_logging_steps_no_hook_stands_in_an_observed_module(gpt, tmp_path):
@@ -272,13 +241,6 @@ def test_a_record_is_fetched_once(tiny, tmp_path, monkeypatch):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_our_models_and_observed_ones_are_told_from_foreign_ones(gpt, tiny, ids):
-    """By a base class: a module that is moved or renamed cannot make our models look foreign."""
-    kinds = {"ours": tiny(), "observed": observe(GPT(vocabulary=61), ids, quiet=True), "foreign": gpt}
-    seen = {name: (has_named_hooks(model), is_observed(model)) for name, model in kinds.items()}
-    assert seen == {"ours": (True, False), "observed": (True, True), "foreign": (False, False)}
-
-
 @pytest.mark.slow
 def test_recording_a_foreign_module_imports_no_model_library(tmp_path):
     """transformers and TransformerLens take seconds to import, and a foreign loop needs neither."""
@@ -315,15 +277,6 @@ def test_what_the_default_cannot_show_is_said_and_written_down(gpt, tmp_path):
     unavailable = json.loads((tmp_path / "r" / "run.json").read_text())["recorder"]["unavailable"]
     assert set(unavailable) == {"importance_entropy", "row_entropy", "sink_mass"}
     assert len(rows(tmp_path / "r", "hidden_norm")) == 3
-
-
-def test_sequences_too_short_for_a_measure_are_said(tiny, tmp_path):
-    model = tiny().train()
-    with Recorder(model, 1, tmp_path / "r", quantities=["sink_rate", "sink_mass"]) as recorder:
-        model(torch.zeros(1, 9, dtype=torch.long), return_type="loss").backward()
-        with pytest.warns(NotRecorded, match=r"not recorded: sink_rate \(needs sequences of 64 tokens"):
-            recorder.step()
-    assert len(rows(tmp_path / "r", "sink_mass")) == 12
 
 
 def test_a_loop_that_fails_keeps_what_it_measured_and_no_update_that_may_not_have_been(gpt, tmp_path):

@@ -13,11 +13,11 @@ import torch
 from own_loop import GPT, PLAIN, loop, loss_of, tokens
 from recordings import rows
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 
 from workbench import Recorder, observe
 from workbench.errors import WorkbenchError
-from workbench.runs.run import Run, is_locked
+from workbench.runs.run import is_locked
 from workbench.training.recorder import NotRecorded
 from workbench.training.recorder import recorder as recording
 
@@ -26,16 +26,8 @@ def freeze(model):
     model.wte.weight.requires_grad_(False)
 
 
-def thaw(model):
-    model.h[0].requires_grad_(True)
-
-
 def prune_matrix(model):
     prune.l1_unstructured(model.h[0].mlp[0], "weight", 0.5)
-
-
-def normalise(model):
-    parametrizations.weight_norm(model.h[0].mlp[0])
 
 
 def delete(model):
@@ -56,22 +48,10 @@ def complex_weight(model):
     model.ln_f.register_forward_hook(lambda module, inputs, output: output * model.phases.abs().mean())
 
 
-def resize(model):
-    model.wpe = nn.Embedding(80, 16)
-
-
-def drop_hooks(model):
-    for module in model.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-
-
 def train(change, recorder_of):
     """Four steps with a change of the module before the third; the weights at the end."""
     torch.manual_seed(0)
     model = GPT()
-    if change is thaw:
-        model.h[0].requires_grad_(False)
     recorder = recorder_of(model)
     for step in range(4):
         if step == 2:
@@ -94,19 +74,15 @@ def train(change, recorder_of):
     ("change", "ends", "begins"),
     [
         (freeze, "W_E", None),
-        (thaw, None, "W_QKV"),
         (prune_matrix, "W_mlp.0", "W_mlp.0.weight_orig"),
-        (normalise, "W_mlp.0", "W_mlp.0.parametrizations.weight.original1"),
         (delete, "W_QKV", None),
         (add, None, "W_late"),
         (replace, None, None),
         (complex_weight, None, "W_phases"),
-        (resize, None, None),
-        (drop_hooks, None, None),
     ],
 )
 def test_a_module_that_changes_while_it_trains_is_recorded_as_far_as_it_can_be(change, ends, begins, tmp_path):
-    layer = {thaw: 0, prune_matrix: 0, normalise: 0, delete: 1}.get(change)
+    layer = {prune_matrix: 0, delete: 1}.get(change)
 
     def recorder_of(model):
         return Recorder(model, 1, tmp_path / "r", quantities=PLAIN)
@@ -132,34 +108,14 @@ def test_a_module_that_changes_while_it_trains_is_recorded_as_far_as_it_can_be(c
         assert rows(tmp_path / "r", "hidden_norm", layer=1)["step"].tolist() == [0, 1, 3]
 
 
-def test_complex_matrices_have_the_norms_of_their_entries(tmp_path):
-    model = GPT()
-    complex_weight(model)
-    with Recorder(model, 1, tmp_path / "r", quantities=["gradient_norm", "update_ratio", "weight_norm"]) as recorder:
-        loss_of(model, tokens(0)).backward()
-        recorder.step()
-        wanted = torch.linalg.vector_norm(model.phases.grad).item()
-        with torch.no_grad():
-            model.phases *= 1 + 0.1j
-    assert rows(tmp_path / "r", "weight_norm", part="W_phases")["value"].tolist() == [4.0]
-    assert rows(tmp_path / "r", "gradient_norm", part="W_phases")["value"].item() == pytest.approx(wanted)
-    assert rows(tmp_path / "r", "update_ratio", part="W_phases")["value"].item() == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ({"split": "val"}, "unknown axis 'split'; did you mean"),
         ({"layer": "a"}, "layer='a' is a str: give a whole number"),
-        ({"layer": 1.5}, "layer=1.5 is a float"),
-        ({"n": 2**70}, "n=1180591620717411303424 is a int"),
-        ({"seed": 1}, "unknown axis 'seed'"),
         ({"part": 3}, "part=3 is a int: give text"),
         ({"site": "\ud800"}, "holds half a character"),
         ({"value": torch.ones(2)}, r"a tensor \[2\] of torch.float32, not one real number"),
-        ({"value": "high"}, "could not convert string to float"),
-        ({"value": None}, "TypeError"),
-        ({"step": -1}, "step=-1"),
         ({"step": "one"}, "step='one' is a str"),
     ],
 )
@@ -207,14 +163,6 @@ def test_records_that_are_lost_at_the_end_are_named_and_the_others_stay(gpt, tmp
     recorder.close()
     assert rows(tmp_path / "r", "gradient_norm", part="all")["step"].tolist() == [0]
     assert not is_locked(tmp_path / "r")
-
-
-def test_a_removed_folder_is_made_again(gpt, tmp_path):
-    recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
-    (tmp_path / "r" / "run.json").unlink()
-    loop(gpt, recorder, 2)
-    recorder.close()
-    assert Run.open(tmp_path / "r").recorded
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward", "trackers"])
@@ -294,8 +242,6 @@ def test_copies_and_pickles_of_a_module_that_is_recorded_carry_no_hook_of_the_re
     ("variables", "records"),
     [
         ({"RANK": "1"}, True),
-        ({"RANK": "node-a"}, True),
-        ({"RANK": ""}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, False),
     ],
 )
@@ -310,29 +256,6 @@ def test_a_rank_counts_only_among_several_processes(variables, records, gpt, tmp
     assert [("RANK is 1, and torch.distributed is not initialised" in str(w.message)) for w in issued] == [True] * (
         not records
     )
-
-
-def test_a_rank_that_is_no_number_is_refused_among_several_processes(gpt, tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "node-a")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(WorkbenchError, match="RANK is 'node-a', not a whole number"):
-        Recorder(gpt, 1, tmp_path / "r")
-
-
-def test_two_recorders_of_one_module_record_the_same(gpt, tmp_path):
-    first, second = (Recorder(gpt, 1, tmp_path / name, quantities=PLAIN) for name in "ab")
-    for step in range(2):
-        gpt.zero_grad()
-        loss_of(gpt, tokens(step)).backward()
-        first.step()
-        second.step()
-    first.close()
-    second.close()
-    keys = ["step", "metric", "part", "site", "layer", "value"]
-    a, b = (Run.open(tmp_path / name).telemetry() for name in "ab")
-    a, b = (t[~t["metric"].isin(["seconds_per_step", "recorder_share"])][keys].reset_index(drop=True) for t in (a, b))
-    assert len(a) > 20
-    assert a.equals(b)
 
 
 def test_an_attention_that_cannot_be_read_in_training_stops_its_own_quantities_alone(tmp_path):

@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-from app_pages import charts
 from own_loop import GPT, PLAIN, loop
 from recordings import record_for_ever, rows
 
@@ -16,7 +15,6 @@ from workbench.cli.listing import listing
 from workbench.errors import WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import Run, is_locked, list_runs
-from workbench.training.recorder import NotRecorded
 from workbench.training.recorder.recorder import SPAN
 
 
@@ -79,17 +77,6 @@ def test_foreign_folders_and_other_models_are_refused(gpt, tmp_path):
     assert not is_locked(tmp_path / "r")
 
 
-def test_a_new_recorder_takes_the_folder_from_an_old_one_of_the_same_process(gpt, tmp_path):
-    old = Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN)
-    loop(gpt, old, 1)
-    new = Recorder(gpt, 1, tmp_path / "r", quantities=PLAIN, start=1)
-    with pytest.warns(NotRecorded, match="closed"):
-        loop(gpt, old, 1)
-    loop(gpt, new, 1, first=1)
-    new.close()
-    assert set(rows(tmp_path / "r", "train_loss")["step"]) == {0, 1}
-
-
 def test_a_recorder_that_is_never_closed_writes_its_rows(gpt, tmp_path):
     recorder = Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"])
     loop(gpt, recorder, 4)
@@ -129,27 +116,3 @@ def test_only_as_much_is_written_as_a_hundredth_of_the_time(gpt, tmp_path, monke
     loop(gpt, recorder, 1)
     assert len(writes) == 2
     recorder.close()
-
-
-def test_it_says_what_it_costs(gpt, tmp_path):
-    with Recorder(gpt, 5, tmp_path / "r", quantities=PLAIN) as recorder:
-        loop(gpt, recorder, 11)
-    shares = rows(tmp_path / "r", "recorder_share")
-    assert shares["step"].tolist() == [5, 10]
-    assert shares["value"].between(0.0, 0.9).all()
-    assert rows(tmp_path / "r", "seconds_per_step")["value"].between(0, 10, inclusive="neither").all()
-
-
-def test_the_training_page_shows_a_recording_while_it_is_made(gpt, browse, tmp_path):
-    recorder = Recorder(gpt, 1, tmp_path / "mine", quantities=PLAIN)
-    loop(gpt, recorder, 2)
-    first = browse(tmp_path, "training", show="inside", quantity="hidden_norm")
-    assert first.selectbox(key="w_quantity").value == "hidden_norm"
-    assert set(first.selectbox(key="w_quantity").options) == {q.replace("_", " ") for q in PLAIN[1:]}
-    recorder.folder.flush()
-    loop(gpt, recorder, 5, first=2)
-    recorder.close()
-    shown = [browse(tmp_path, "training", show=part) for part in ("loss", "gradients", "inside", "pace")]
-    words = [chart.alt for at in shown for chart in charts(at)]
-    for title in ("Training loss", "Gradient norms", "Update ratio", "Seconds per step", "Recording overhead"):
-        assert any(title in alt for alt in words), (title, words)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import asdict
 
-import pandas as pd
 import pytest
 import torch
 
 from workbench.checkpoints.opening import load
 from workbench.checkpoints.saving import save
-from workbench.claims.collect import find_runs
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData, open_data, prepare
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
@@ -95,19 +92,13 @@ def test_leftovers_and_foreign_files_do_not_matter(runs):
     "damage",
     [
         lambda p: p.write_text("{"),
-        lambda p: p.write_bytes(b"\xff\xfe\0"),
         lambda p: p.write_text("[]"),
-        lambda p: p.unlink(),
         lambda p: edit(p, model={"n_layers": 1}),
-        lambda p: edit(p, model=None),
-        lambda p: edit(p, train={"stepz": 3}),
         lambda p: edit(p, seed="abc"),
-        lambda p: edit(p, seed=1.5),
         lambda p: edit(p, seed=2**60),
-        lambda p: edit(p, data=None),
         lambda p: edit(p, model={**json.loads(p.read_text())["model"], "n_heads": "four"}),
     ],
-    ids=["cut", "binary", "list", "missing", "keys", "null", "unknown", "seed", "half", "huge", "data", "type"],
+    ids=["cut", "list", "keys", "seed", "huge", "type"],
 )
 def test_a_damaged_description_is_named(runs, damage):
     damage(runs / "copy" / "run.json")
@@ -202,37 +193,6 @@ def test_a_run_loads_its_last_first_or_named_step(bare):
             load(folder, step=step)
     with pytest.raises(WorkbenchError, match=r"step='all' of a-run means 2 checkpoints; choose one of \[0, 20\]"):
         load(folder, step="all")
-
-
-@pytest.mark.parametrize("text", ["{", '{"seed": "abc"}'])
-def test_a_damaged_description_is_named_when_its_model_is_loaded(bare, text):
-    folder, _ = bare
-    (folder / "run.json").write_text(text)
-    with pytest.raises(BadCheckpoint, match=r"run\.json"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"options": [1]}, r"options are \[1\], not a table"),
-        ({"options": {"lambda_v3": 1}}, "lambda_v3"),
-        ({"model": asdict(MODEL) | {"d_mlp": 10**30}}, "d_mlp=10+: must be a positive int below"),
-        ({"observed": {}, "model": asdict(MODEL) | {"head_width": [8]}}, r"head_width=\[8\]: must be an int"),
-        ({"observed": None, "model": asdict(MODEL) | {"head_width": 8}}, "run.json is incomplete: TypeError"),
-        ({}, "000000-000003.parquet is no table of records: it has no step"),
-    ],
-)
-def test_an_analysis_leaves_a_damaged_run_out_by_name(runs, changes, told):
-    path = runs / "text" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    if not changes:
-        part = runs / "text" / "telemetry" / "000000-000003.parquet"
-        pd.read_parquet(part).drop(columns="step").to_parquet(part)
-    for paths in ([runs], [runs / "copy", runs / "text"]):
-        finished, problems = find_runs(paths)
-        assert [run.name for run in finished] == ["copy"]
-        assert re.search(told, problems["text"])
 
 
 @pytest.mark.parametrize("odd", [{"vocabulary": 10**30}, {"shortest": [4]}, {"kind": "backcopy"}])

@@ -65,14 +65,6 @@ def test_two_checkpoints_of_one_step_are_refused(trained):
         series(f"{trained}/*.pt")
 
 
-def test_a_series_is_measured_step_by_step(trained):
-    paths = [path for _, path in series(trained)][1:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ArchitectureAssumed)
-        frame = workbench.measure(paths, "loss", IDS)
-    assert list(frame["step"]) == [20, 100]
-
-
 def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, tiny):
     runs = tmp_path / "runs"
     run = import_run(
@@ -97,21 +89,6 @@ def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, 
         workbench.measure(run, "loss")
     with pytest.raises(WorkbenchError, match="exists; choose another name"):
         import_run(trained, runs, name="theirs")
-
-
-def test_what_is_assumed_of_a_series_is_said_once(trained, tmp_path):
-    heard = []
-    with pytest.warns(ArchitectureAssumed) as told:
-        import_run(trained, tmp_path / "runs", architecture="resformer", progress=lambda *told: heard.append(told))
-    assert len([w for w in told if "--config" in str(w.message)]) == len(told) == 1
-    run = list_runs(tmp_path / "runs")[0][0]
-    train = run.train
-    assert run.info["format"] == 1
-    assert (train.steps, train.batch, train.T) == (100, 1, 128), "what measuring reads of it"
-    assert heard == [
-        (i, 3, f"{trained / name} as step {step}")
-        for i, (name, step) in enumerate((("ckpt_3.pt", 3), ("ckpt_20.pt", 20), ("ckpt_100.pt", 100)))
-    ]
 
 
 def test_an_import_that_fails_leaves_nothing(trained, tmp_path, tiny):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
 import torch
-from foreign import SHAPE, llama_tensors, quietly, rezipped
+from foreign import rezipped
 from safetensors.torch import save_file
 
 from workbench.checkpoints import stored as module
-from workbench.checkpoints.identify import Checkpoint, identify
+from workbench.checkpoints.identify import Checkpoint
 from workbench.checkpoints.opening import read_state
 from workbench.checkpoints.pickled import unpickle
 from workbench.checkpoints.read import read
-from workbench.checkpoints.state import Info, misfits, whole_number
+from workbench.checkpoints.state import whole_number
 from workbench.checkpoints.stored import safetensors_table
 from workbench.errors import BadCheckpoint
 
@@ -116,20 +115,6 @@ def test_a_file_that_is_not_there_is_missing_and_a_folder_is_no_file(tmp_path):
                 opened(path)
 
 
-def test_weights_of_sixteen_bits_open_as_float32_and_tied_ones_stay_one(tiny, tmp_path):
-    model = tiny()
-    tensors = {name: t.half() for name, t in llama_tensors(model).items()}
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    torch.save(tensors, tmp_path / "a.pt")
-    loaded = quietly(tmp_path / "a.pt", config=SHAPE, architecture="transformer")
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    assert torch.equal(loaded.blocks[1].attn.q_proj.weight, model.blocks[1].attn.q_proj.weight.half().float())
-    assert loaded.unembed.weight.data_ptr() == loaded.embed.weight.data_ptr()
-    kept, info = read_state(tmp_path / "a.pt")
-    assert {t.dtype for t in kept.values()} == {torch.float16}
-    assert info.sha256 == {"a.pt": hashlib.sha256((tmp_path / "a.pt").read_bytes()).hexdigest()}
-
-
 def flipped(path, tensor):
     """One bit of a tensor's bytes in the file is another."""
     data = bytearray(path.read_bytes())
@@ -182,38 +167,8 @@ def test_a_type_that_is_not_read_is_refused_by_name_and_the_list_of_those_that_a
         safetensors_table(path)
 
 
-def test_shards_that_a_pattern_finds_are_refused_with_the_cure(tmp_path):
-    shards = tmp_path / "global_step500"
-    shards.mkdir()
-    (shards / "mp_rank_00_model_states.pt").write_bytes(b"")
-    (tmp_path / "global_step600").mkdir()
-    for step, told in (
-        (500, "DeepSpeed shards, not weights: zero_to_fp32"),
-        (600, "is no checkpoint: it has no config"),
-    ):
-        with pytest.raises(BadCheckpoint, match=told):
-            read(identify(f"{tmp_path}/global_step(?P<step>[0-9]+)", step))
-
-
-def test_what_does_not_fit_is_listed_five_of_a_kind_with_the_nearest_name_and_how_many_more():
-    assert misfits({"a": [2, 3]}, {"a": (2, 3)}) == ""
-    lines = misfits({"b.wight": [1], "c": [2, 3]}, {"b.weight": [1], "c": [3, 2]}).split("\n  ")
-    assert lines == ["missing b.weight; did you mean b.wight?", "unexpected b.wight [1]", "c is [2, 3], wanted [3, 2]"]
-    many = {f"x{i}": [1] for i in range(7)}
-    assert misfits(many, {}).split("\n  ")[-1] == "and 2 more"
-    assert len(misfits(many, {name: [2] for name in many}).split("\n  ")) == 6
-    assert "more" not in misfits({f"x{i}": [1] for i in range(5)}, {})
-
-
 @pytest.mark.parametrize(
     ("value", "step"), [(0, 0), (7, 7), (-1, None), (True, None), (2.0, None), ("7", None), (None, None)]
 )
 def test_a_step_is_a_whole_number_from_zero_on(value, step):
     assert whole_number(value) == step
-
-
-def test_the_facts_of_a_checkpoint_in_a_sentence(tmp_path):
-    info = Info(format="nanoGPT", path=tmp_path, step=0, config={"n": 1}, beside=("optimizer", "rng"))
-    told = "is a nanoGPT checkpoint of step 0; its configuration: {'n': 1}; beside the weights: optimizer, rng"
-    assert info.sentence() == f"{tmp_path} {told}"
-    assert Info(format="state dict", path=tmp_path).sentence() == f"{tmp_path} is a state dict checkpoint"

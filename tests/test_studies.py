@@ -23,12 +23,6 @@ from workbench.studies.study_file import read_study
 from workbench.training.loop import rate_factors
 
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
-NAMED = {
-    "learning_rate", "lambda", "source_layer", "target_layers", "first_layer_rate", "bos", "lengths", "sizes",
-    "sinks", "sinks_held", "sinks_ratio", "sinks_length", "sinks_settings", "sinks_without_start", "induction", "induction_settings",
-    "losses", "places", "value_paths", "models", "mini", "sinks_remedies", "routing", "exclusive_lengths",
-    "induction_scaled", "sinks_scaled", "sinks_long", "losses20_rates", "losses50", "losses50_rates", "losses100", "losses20",
-}  # fmt: skip
 SMALL = """
 question = "Is it earlier?"
 seeds = [0, 1, 2]
@@ -56,14 +50,9 @@ def written(folder, text=SMALL, *changes):
 # ---- the files that come with it -------------------------------------------------------------------------------------
 
 
-def test_every_study_has_its_file():
-    assert {file.stem for file in FILES} == NAMED
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_cell_of_the_study_files_can_be_built(file, quick):
+def test_every_cell_of_the_study_files_can_be_built(file):
     study = read_study(file)
     many = (
         "sinks",
@@ -79,16 +68,13 @@ def test_every_cell_of_the_study_files_can_be_built(file, quick):
     )
     alone = file.stem == "models" or file.stem.endswith("_rates")  # these decide nothing
     assert len(study.seeds) >= (5 if file.stem in many else 1 if alone else 3)
-    if study.rates_from and not quick:
+    if study.rates_from:
         with pytest.raises(WorkbenchError, match=f"train them first: workbench study {study.rates_from}"):
             plan(study, Path("runs"))
         return
-    for job in plan(study, Path("runs"), quick=quick)[: len(study.cells)]:
+    for job in plan(study, Path("runs"))[: len(study.cells)]:
         model, recipe = sizes(job)
         assert model.n_ctx >= recipe.T
-        if quick:  # which a slow test trains
-            assert recipe.steps * recipe.batch * recipe.T <= 512
-            continue
         with torch.device("meta"):
             built = compose(job.cell.architecture, model, **job.cell.settings["options"])
         rate_factors((name for name, _ in built.named_parameters()), recipe)
@@ -149,25 +135,13 @@ name = "long"
     [
         ([("outcome =", "outcom =")], UnknownName, "did you mean outcome"),
         ([("formation_step", "formation_steps")], UnknownName, "did you mean formation_step"),
-        ([('baseline = "transformer"', 'baseline = "transfomer"')], UnknownName, "did you mean transformer"),
-        ([('architecture = "resformer"', 'architecture = "resfromer"')], UnknownName, "did you mean resformer"),
         ([("steps = 4", "step = 4")], UnknownName, "unknown training key 'step'; did you mean steps"),
-        ([("n_heads = 2", "n_head = 2")], UnknownName, "did you mean n_heads"),
-        ([("vocabulary = 16", "vocab = 16")], UnknownName, "did you mean vocabulary"),
-        ([('"repeated", vocabulary = 16', '"repeeted"')], UnknownName, "did you mean repeated"),
         ([('"repeated", vocabulary = 16', '"text"')], BadData, "text has no copy loss"),
         ([("seeds = [0, 1, 2]", "seeds = [0, 0]")], BadData, "different whole numbers"),
         ([('architecture = "resformer"', 'architecture = "transformer"')], BadData, "two models are called 'transformer'"),
         ([('question = "Is it earlier?"', "")], BadData, "lacks question"),
-        ([("[[models]]", "[[model]]")], BadData, "no TOML|lacks models"),
         ([('architecture = "resformer"', 'architecture = "resformer"\noptions.lambda_v2 = 1')], UnknownName, "lambda_v1"),
-        ([("seeds =", "grid.recip.lr = [1]\nseeds =")], UnknownName, "did you mean recipe"),
-        ([('baseline = "transformer"', "baseline = [1]")], BadData, r"baseline is \[1\]; give a text"),
         ([('architecture = "resformer"', "architecture = true")], BadData, "architecture of a model is True; give a text"),
-        ([("formation_step", "x")], UnknownName, "outcome"),
-        ([('outcome = "formation_step"', "outcome = [1]")], BadData, r"outcome is \[1\]"),
-        ([('"repeated", vocabulary = 16', "[1]")], BadData, r"kind of data is \[1\]"),
-        ([("seeds =", "grid.x = [{name = [1]}]\nseeds =")], BadData, r"name of grid.x is \[1\]"),
         ([("seeds =", 'grid.x = [{name = "a", recipe = true}]\nseeds =')], BadData, "recipe of grid.x is True; give a table"),
         ([("seeds =", 'tuned = "lr"\nseeds =')], UnknownName, "tuned axis"),
         ([("seeds =", "measure.metric = ['loss']\nseeds =")], UnknownName, "did you mean metrics"),
@@ -176,14 +150,6 @@ name = "long"
 def test_what_a_file_says_wrongly_is_named_with_the_nearest(tmp_path, changes, kind, says):
     with pytest.raises(kind, match=says):
         read_study(written(tmp_path, SMALL, *changes))
-
-
-def test_a_file_that_is_no_study_is_named(tmp_path):
-    with pytest.raises(BadData, match=r"nothing\.toml"):
-        read_study(tmp_path / "nothing.toml")
-    (tmp_path / "half.toml").write_text("question = ")
-    with pytest.raises(BadData, match=r"half\.toml is no TOML"):
-        read_study(tmp_path / "half.toml")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -265,16 +231,6 @@ def test_measures_of_a_study_are_kept_with_it(tmp_path):
     assert set(records["metric"]) == {"loss", "sink_mass"}
     assert set(records["step"]) == {0, 4}
     assert set(records["architecture"]) == {"transformer", "resformer"}
-
-
-def test_text_that_is_not_there_breaks_its_cells_alone(tmp_path, forkserver):
-    text = SMALL.replace("formation_step", "validation_loss").replace("[0, 1, 2]", "[0]")
-    text += '[[models]]\narchitecture = "svformer"\ndata = { kind = "text", texts = ["nowhere.txt"] }\n'
-    study = read_study(written(tmp_path, text))
-    assert study.cells[-1].settings["data"] == {"kind": "text", "texts": [str(tmp_path / "nowhere.txt")]}
-    frame = run_study(study, tmp_path / "runs", workers=1).set_index("model")
-    assert "nowhere.txt" in frame.loc["svformer", "failed"]
-    assert (frame.loc[["transformer", "resformer"], "failed"] == "").all()
 
 
 def _dies(number):
@@ -373,8 +329,8 @@ def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
+@pytest.mark.parametrize("file", FILES[::3], ids=lambda file: file.stem)
+def test_every_third_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
     """With one seed, and of each study two cells far apart: more would be the same work again."""
     monkeypatch.setattr(runner, "QUICK_SEEDS", 1)
     root = tmp_path_factory.getbasetemp() / "quick-studies"  # one corpus for all

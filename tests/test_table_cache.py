@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 import sqlite3
 import time
@@ -19,7 +18,7 @@ import pytest
 
 from workbench.runs import index, table_cache
 from workbench.runs.index import INDEX
-from workbench.runs.records import TEXT, facts, load_records, records, write_parquet
+from workbench.runs.records import TEXT, records, write_parquet
 from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.views import Source
@@ -41,15 +40,6 @@ def alike(a, b):
     a = a.astype(dict.fromkeys(TEXT, "str"))  # an answer holds texts as categories
     a, b = (f.sort_values(ORDER).reset_index(drop=True) for f in (a, b))
     pd.testing.assert_frame_equal(a, b)
-
-
-@pytest.mark.parametrize("metrics", [None, ["sink_mass"], ["sink_mass", "token_importance"], ["nothing"]])
-def test_cached_records_are_those_of_the_files(ask, metrics):
-    entries = ask.catalogue().entries
-    cached, problems = RecordCache().rows(entries, metrics)
-    stored = load_records([Path(e.path) for e in entries]).assign(architecture="resformer")
-    alike(cached, stored if metrics is None else stored[stored["metric"].isin(metrics)])
-    assert not problems
 
 
 def test_a_run_is_read_again_only_when_it_changes(ask, monkeypatch):
@@ -86,23 +76,17 @@ def test_a_table_of_another_program_is_named(ask):
     assert "no table of records: it has no value" in problems[entries[0].name]
 
 
-def test_answers_are_given_up_where_they_take_too_much(ask):
-    cache, entries = RecordCache(budget=1), ask.catalogue().entries
-    for metric in ("sink_mass", "value_drain", "sink_mass"):
-        cache.rows(entries, [metric])
-        assert len(cache.answers) == 1
-
-
 # ---- tables that others wrote ----
 
 ODD = {
-    "value": [["x"], [[1.0]], [{"a": 1.0}], [pd.Timestamp(0)]], "layer": [["first"], [0.5], [2**63]], "step": [["now"]],
-    "se": [["much"]], "data": [[["prose"]]], "metric": [[b"\xff\xfe"]],
+    "value": [["x"]], "layer": [[0.5], [2**63]], "data": [[["prose"]]], "metric": [[b"\xff\xfe"]],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("column", "values"), [(c, v) for c, many in ODD.items() for v in many])
-@pytest.mark.parametrize("kind", ["records", "telemetry"])
+@pytest.mark.parametrize(
+    ("kind", "column", "values"),
+    [("telemetry", "value", ["x"]), *(("records", c, v) for c, many in ODD.items() for v in many)],
+)
 def test_a_foreign_table_is_left_out_by_its_name_and_column_and_the_other_runs_stand(ask, kind, column, values):
     run = ask.folder / "text-resformer-s1"
     foreign = pd.DataFrame({"metric": ["sink_mass"], "value": [1.0]} | {column: values})
@@ -131,11 +115,6 @@ def test_a_foreign_table_may_spell_numbers_and_gaps_its_own_way(ask):
     assert found["value"].tolist() == [1.0, 2.0]
     assert found["layer"].fillna(-1).tolist() == [0, -1]
     assert found["data"].tolist() == ["7", "8"]
-
-
-@pytest.mark.parametrize("text", ["<b>", "[1]", "3", "null", '"x"', ""])
-def test_a_provenance_that_is_not_ours_says_nothing(text):
-    assert facts(text) == {}
 
 
 def part(folder, name, end):
@@ -217,16 +196,6 @@ def test_a_new_server_reads_many_runs_from_the_index_and_the_same_rows(ask, sett
         assert not problems
 
 
-def test_indexed_telemetry_is_held_in_memory_no_longer(ask, settled):
-    for entry in settled():
-        part(Path(entry.path), "000000-000010", 4)
-    cache = TelemetryCache(ask.folder)
-    for _ in range(2):
-        assert len(cache.rows(settled(), ["a"])[0]) == 4 * len(settled())
-        assert not cache.runs
-        assert not cache.files
-
-
 def test_runs_that_changed_just_now_or_are_being_written_are_not_indexed(ask, settled):
     entries = ask.catalogue().entries
     RecordCache(ask.folder).rows(entries)
@@ -251,7 +220,7 @@ def test_an_indexed_run_that_changes_is_read_from_its_own_files_and_indexed_agai
     assert {7.0, 8.0} <= set(later.rows(settled(), ["sink_mass"])[0]["value"])
 
 
-@pytest.mark.parametrize("size", [0, 3, 100, 4096, 5000, None])
+@pytest.mark.parametrize("size", [0, 4096, None])
 def test_a_damaged_index_is_built_again(ask, settled, size):
     wanted = RecordCache(ask.folder).rows(settled())[0]
     file = ask.folder / INDEX
@@ -269,7 +238,7 @@ def test_a_byte_of_the_index_that_changes_changes_no_number(ask, settled):
     wanted = RecordCache(ask.folder).rows(settled())[0].astype(dict.fromkeys(TEXT, "str"))
     file, entries, draw = ask.folder / INDEX, settled(), random.Random(0)
     data = file.read_bytes()
-    for at in (draw.randrange(len(data)) for _ in range(60)):
+    for at in (draw.randrange(len(data)) for _ in range(25)):
         file.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
         cached, problems = RecordCache(ask.folder).rows(entries)
         alike(cached, wanted)
@@ -295,14 +264,12 @@ def test_processes_that_write_the_index_at_once_lose_nothing(ask, settled):
     assert RecordCache(ask.folder).unread(entries) == 0
 
 
-@pytest.mark.parametrize("obstacle", ["folder", "pipe", "device"])
+@pytest.mark.parametrize("obstacle", ["folder", "device"])
 def test_runs_of_a_folder_whose_index_cannot_be_written_stay_in_memory(ask, settled, obstacle):
     entries, file = settled(), ask.folder / INDEX
     file.unlink()
     if obstacle == "folder":
         file.mkdir()
-    elif obstacle == "pipe":
-        os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
     cache = RecordCache(ask.folder)

@@ -86,23 +86,6 @@ class Rows:
         self.ids = ids
 
 
-def test_the_batch_is_cut_to_what_a_machine_can_hold(tiny, clock, one_round, monkeypatch):
-    clock([1.0])
-    monkeypatch.setitem(throughput.MAX_TOKENS, "cpu", 100)
-    frame = measure(tiny(), "throughput", some_ids(9, 40))
-    assert (frame["n"] == 2).all()
-    assert read(frame, "training") == 80
-    assert (measure(tiny(), "throughput", some_ids(2, 128))["n"] == 1).all()
-
-
-@pytest.mark.parametrize("T", [2, 17, 18])
-def test_short_documents_are_read_and_written_too(tiny, clock, one_round, T):
-    clock([1.0])
-    frame = measure(tiny(), "throughput", some_ids(2, T))
-    assert read(frame, "prefill") + read(frame, "decode") == 2 * T
-    assert read(frame, "decode") == 2 * min(16, T - 1)
-
-
 def test_the_model_is_left_as_it_was(tiny, one_round):
     model = tiny("resformer_learnable")
     model.requires_grad_(False)
@@ -114,14 +97,6 @@ def test_the_model_is_left_as_it_was(tiny, one_round):
         assert not p.requires_grad
 
 
-@pytest.mark.parametrize("architecture", ["cross_layer", "cla", "bank_of_values", "denseformer", "residual_attention"])
-def test_other_caches_are_timed_too(tiny, architecture, clock, one_round):
-    clock([1.0])
-    frame = measure(tiny(architecture), "throughput", some_ids(2, 20))
-    assert len(frame) == 15
-    assert (frame["value"] > 0).all()
-
-
 def test_a_foreign_module_is_trained_only_and_has_no_twin(clock, one_round):
     clock([1.0])
     module = GPT(bias=False).eval()
@@ -131,14 +106,3 @@ def test_a_foreign_module_is_trained_only_and_has_no_twin(clock, one_round):
     assert frame["control"].isna().all()
     assert read(frame, "training") == 40
     assert all(torch.equal(p, old) and p.grad is None for p, old in zip(module.parameters(), before, strict=True))
-
-
-def test_kept_numbers_are_not_timed_again_but_on_another_machine(tiny, one_round, monkeypatch):
-    model, ids = tiny(), some_ids()
-    first = measure(model, "throughput", ids)
-    pd.testing.assert_frame_equal(measure(model, "throughput", ids), first)
-    here = {name: entry.machine for name, entry in INTERVENTIONS.items()}
-    monkeypatch.setattr("platform.node", lambda: "another")
-    changed = [name for name, entry in INTERVENTIONS.items() if entry.machine != here[name]]
-    assert changed == ["throughput"]
-    assert measure(model, "throughput", ids)["provenance"][0] != first["provenance"][0]

@@ -22,27 +22,6 @@ def strips(at):
     return [json.loads(e.proto.json) for e in at.get("bidi_component") if is_of(e.proto, "token_strip")]
 
 
-def test_long_tokens_are_cut_but_kept_and_what_is_not_finite_has_no_colour():
-    data = token_strip.packed_token_strip(
-        TOKENS, key="position", label="x", colours=[np.nan, 1.23456789, np.inf, 0], chosen=9, first=7
-    )
-    assert data["tokens"] == [*TOKENS[:3], "x" * 23 + "…"]
-    assert data["cut"] == {"3": TOKENS[3]}
-    assert data["values"] == [None, 1.2346, None, 0.0]
-    assert (data["first"], data["chosen"]) == (7, 9)
-    json.dumps(data, allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("values", "top"),
-    [([*range(100), 1e6], 95.0), ([0, 0, 6.24], 5.6), ([0.0, 0.0], 1.0), ([-2.0, -1.0], 1.0), ([0] * 99 + [3], 3.0),
-     ([np.nan], None), (None, None)],
-)  # fmt: skip
-def test_the_colours_end_where_all_but_a_few_values_do(values, top):
-    tokens = ["a"] * (1 if values is None else len(values))
-    assert token_strip.packed_token_strip(tokens, key="k", label="x", colours=values)["top"] == top
-
-
 @pytest.mark.parametrize(
     ("tokens", "given", "word"),
     [

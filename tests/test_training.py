@@ -34,8 +34,8 @@ def test_checkpoints_are_even_in_the_logarithm():
     assert checkpoint_steps(5, 1) == [0, 5]
 
 
-def test_matrices_decay_and_gains_and_coefficients_do_not(any_architecture):
-    model = build(any_architecture, MODEL.replace(n_heads=4))
+def test_matrices_decay_and_gains_and_coefficients_do_not(some_architecture):
+    model = build(some_architecture, MODEL.replace(n_heads=4))
     groups = optimiser(model, RECIPE).param_groups
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     for name, parameter in model.named_parameters():

@@ -6,17 +6,13 @@ import re
 
 import dashboard
 import numpy as np
-import pandas as pd
 import pytest
 import strangers
 import torch
-from app_pages import charts
 from prompt_ids import some_ids
-from typer.testing import CliRunner
 
 import workbench
 from workbench import plots
-from workbench.cli import app
 from workbench.errors import BadData, WorkbenchError
 from workbench.prompts import value_flow
 from workbench.views import Link, drawings
@@ -86,33 +82,6 @@ def test_readers_get_what_plain_torch_says(tiny, name):
         )
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("name", "coefficient", "way"), [
-    ("transformer", None, ""), ("resformer", 0.5, "attention"), ("svformer", 1.0, "attention"), ("neutreno", 0.4, "added"),
-])  # fmt: skip
-def test_later_layers_read_the_first_layers_value_again(tiny, name, coefficient, way):
-    model, ids = tiny(name, dtype=torch.float64), some_ids(12)
-    layers, later = by_hand(model, ids, name), value_flow(model, ids, AT, 0).readers.query("layer > 0")
-    if coefficient is None:
-        assert later.empty
-        return
-    assert set(zip(later["layer"], later["way"], later["path"], strict=True)) == {(n, way, "own") for n in (1, 2)}
-    first = layers[0][0]
-    for n, rows in later.groupby("layer"):
-        _, value, pattern, w_o = layers[n]
-        part, whole = lengths(pattern, coefficient * first, w_o), lengths(pattern, value, w_o).sum(-1)
-        alone = coefficient * torch.einsum("hd,hdm->hm", first[AT], w_o).norm(dim=-1)
-        np.testing.assert_allclose(rows["amount"], alone if way == "added" else part[:, AT:, AT].sum(-1), rtol=1e-9)
-        np.testing.assert_allclose(rows["total"], whole[:, AT] if way == "added" else whole[:, AT:].sum(-1), rtol=1e-9)
-    if name == "neutreno":  # and in each layer its own value is taken away at its own place
-        taken = value_flow(model, ids, AT, 2).readers.query("way == 'added' and path == 'value'")
-        assert taken["coefficient"].tolist() == [-0.4] * 4
-        both = value_flow(tiny("resformer+neutreno", dtype=torch.float64), ids, AT, 0).readers.query(
-            "layer > 0 and way == 'added'"
-        )
-        assert set(both["coefficient"]) == {0.2 - 0.2 * 0.5}, "towards the first one, away from what has half of it"
-
-
 def test_projections_sum_to_the_length_in_every_architecture(awake, any_architecture):
     model, ids = awake(any_architecture), some_ids(12)
     _, cache = model.run_with_cache(ids)
@@ -126,22 +95,6 @@ def test_projections_sum_to_the_length_in_every_architecture(awake, any_architec
         assert flow.parts["projection"].sum() == pytest.approx(length, abs=1e-5)
         assert flow.parts["share"].sum() == pytest.approx(1, abs=1e-5)
         assert set(flow.readers["layer"]) <= set(range(layer, 3))
-
-
-def test_a_transformer_has_one_source_and_svformers_later_layers_none_of_their_own(tiny):
-    ids, shares = some_ids(12), {}
-    for name in ("transformer", "svformer"):
-        shares[name] = value_flow(tiny(name), ids, AT, 2).parts.groupby("path")["share"].sum()
-    pd.testing.assert_series_equal(shares["transformer"], pd.Series({"own": 1.0}), check_index=False, check_names=False)
-    assert shares["svformer"]["own"] == 0
-    assert shares["svformer"]["first"] == pytest.approx(1)
-
-
-def test_shared_mixtures_are_told_by_what_was_projected(tiny):
-    """Layer 3 shares what layer 2 attends with: half the first layer's, half layer 2's own."""
-    model = tiny("resformer+cla", config={"n_layers": 4})
-    parts = value_flow(model, some_ids(12), AT, 3).parts.drop_duplicates("path").set_index("path")
-    assert parts["coefficient"].to_dict() == {"own": 0.0, "first": 0.5, "source.2": 0.5}
 
 
 @torch.no_grad()
@@ -238,21 +191,3 @@ def test_the_last_token_is_read_by_itself_alone(populated):
     said = drawn(populated, position=None, layer="0").sentence
     assert "1 query reads it" in said
     assert not re.search("nan|Later token", said)
-
-
-def test_a_command_draws_the_path(populated, tmp_path):
-    out = tmp_path / "path.html"
-    link = "prompt?a=text-resformer-s0&prompt=return%20values&position=0&layer=1&show=follow"
-    result = CliRunner().invoke(app, ["view", link, "--only", "follow", "--out", str(out), "--runs", str(populated)])
-    assert result.exit_code == 0, result.output
-    assert "Value flow" in out.read_text(encoding="utf-8")
-
-
-def test_the_page_follows_the_chosen_value(browse, populated):
-    at = browse(
-        populated, "prompt", a="text-resformer-s0", prompt="return values", show="follow", position="0", layer="all"
-    )
-    assert not at.exception
-    assert [c.id for c in charts(at) if "figure_follow" in c.id]
-    assert at.selectbox(key="w_layer").value == 1
-    assert not [i.value for i in at.info]

@@ -79,16 +79,6 @@ def test_subjects_default_to_the_last_step_and_b_follows_a(ask):
     assert a.series == "resformer · A: s1, step 8"
 
 
-def test_two_steps_of_one_run_have_two_shades_of_one_colour(ask):
-    link = Link(
-        "depth", {"a": "text-resformer-s0", "b": "text-resformer-s0", "step": "20", "step_b": "0", "compare": "1"}
-    )
-    a, b = ask.subjects(link)
-    assert plots.colour(a.series) == plots.colour("resformer")
-    assert plots.colour(b.series) != plots.colour(a.series)
-    assert plots.label(b.series) == "B: ResFormer · s0, step 0"
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [({"a": "text-resformer-s9"}, "did you mean"), ({"a": "text-resformer-s0", "step": "7"}, "no checkpoint at step 7"),
@@ -172,21 +162,6 @@ def test_grids_subtract_only_where_their_axes_agree():
     assert len(plots.grid_table([("A", grid)])) == 1
 
 
-def test_a_map_much_wider_than_high_is_as_high_as_its_rows_need():
-    one = plots.Grid(np.ones((2, 3)), ["0", "1"], ["a", "b", "c"], "nats", "layer", "token")
-    wide = plots.Grid(np.ones((10, 30)), list("0123456789"), [str(i) for i in range(30)], "nats", "layer", "token")
-    assert plots.grids([("A", one)], "t", height=420).layout.height > 400
-    assert (
-        plots.grids([("A", wide)], "t").layout.height - plots.grids([("A", wide), ("B", wide)], "t").layout.height
-        < -400
-    )
-
-
-def test_equal_tokens_keep_columns_of_their_own():
-    grid = plots.Grid(np.array([[1.0, 2.0]]), ["0"], ["a", "a"], "nats", "layer", "token")
-    assert len(set(plots.grids([("A", grid)], "t").data[0].x)) == 2
-
-
 def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
     with pytest.raises(WorkbenchError, match="no checkpoints to play over"):
         plots.timelapse_figure([])
@@ -203,21 +178,6 @@ def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
 
 
 # ---- depth ----
-
-
-def test_depth_draws_the_chosen_runs_with_init_and_baseline(ask):
-    drawing = drawn(ask, "depth?metric=importance_entropy&models=resformer,svformer")
-    names = {t.name for t in drawing.figure.data}
-    assert {"ResFormer", "SVFormer", "uniform causal", "step 0 (random init)"} <= names
-    assert "Transformer" not in names
-
-
-def test_depth_compares_two_models(ask):
-    drawing = drawn(
-        ask, "depth?metric=token_identity_share&site=own_v&compare=1&a=text-resformer-s0&b=text-transformer-s1"
-    )
-    minus = next(t for t in drawing.figure.data if t.name == plots.MINUS)
-    assert list(minus.y) == pytest.approx([0.01, 0.01])
 
 
 def test_two_models_of_one_seed_are_compared_over_all_seeds_that_both_have(ask):
@@ -241,22 +201,6 @@ def test_relative_depth_ends_at_one(ask):
     assert titles == ["relative depth: 0 the first layer, 1 the last"] * 2  # A and B, and A - B
 
 
-def test_maps_keep_whole_layers_where_relative_depth_is_asked(ask):
-    drawing = drawn(ask, "depth?metric=sink_mass&depth=1&view=heads")
-    assert list(drawing.figure.data[0].y) == [0, 1]
-    assert drawing.sentence == "Relative depth applies to lines over layers only."
-
-
-def test_depth_names_measure_place_variant_and_step_in_the_figure(ask):
-    named = {
-        "token_identity_share&site=own_v": "Token identity share of own values, step 20",
-        "token_identity_share&site=v&step=0": "Token identity share of effective values, step 0",
-        "value_ablation&variant=zero": "Value ablation of own values, zero, step 20",
-    }
-    for options, title in named.items():
-        assert drawn(ask, f"depth?metric={options}").figure.layout.title.text == title
-
-
 def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, monkeypatch):
     there = ask.records
 
@@ -272,19 +216,6 @@ def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, mon
     assert drawing.sentence == "No records of SVFormer."
     lines = [next(t for t in d.figure.data if t.name == "Transformer") for d in (plain, drawing)]
     assert list(lines[0].y) == list(lines[1].y)
-
-
-@pytest.mark.parametrize(
-    ("link", "word"),
-    [
-        ("depth?metric=nonsense", "measure"),
-        ("depth?metric=sink_mass&view=ranks", "view"),
-        ("depth?models=gpt", "model"),
-    ],
-)
-def test_depth_refuses_what_is_not_there(ask, link, word):
-    with pytest.raises(UnknownName, match=word):
-        drawn(ask, link)
 
 
 # ---- files ----

@@ -47,13 +47,6 @@ def test_a_demo_says_how_far_it_is_and_when_it_has_gone_quiet(tmp_path):
     assert start.demo_status(tmp_path) is None
 
 
-def test_a_folder_of_demo_runs_alone_is_known(ask, tmp_path):
-    assert start.only_demo(ask)
-    dashboard.run(tmp_path, "mine", "transformer", 0, "repeated", steps=())
-    status(tmp_path)
-    assert not start.only_demo(Source(tmp_path))
-
-
 @pytest.fixture(scope="module")
 def resting(tmp_path_factory):
     """Two models of the demo's first experiment, trained and measured in its quick form by its own function."""
@@ -102,16 +95,6 @@ def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_a
     assert {e.name for e in start.text_models(resting)} == {e.name for e in renamed}
     assert start.text_models(ask) == start.demo_runs(ask, "text")
     assert set(start.identity_share(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
-
-
-def test_the_race_is_of_the_shipped_study_where_none_is_trained(ask, resting, monkeypatch):
-    raced = start.demo_runs(ask, "race")
-    renamed = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.003-s{e.seed}") for e in raced]
-    other = [dataclasses.replace(e, name=f"induction-{e.architecture}-lr=0.006-s{e.seed}") for e in raced]
-    monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=[*renamed, *other]))
-    assert {e.name for e in start.race_models(resting)} == {e.name for e in renamed}, "one rate alone"
-    assert start.race_models(ask) == raced
-    assert set(start.race(resting, link("demo")).table["architecture"]) == {e.architecture for e in raced}
 
 
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):

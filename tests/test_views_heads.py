@@ -8,9 +8,8 @@ import dashboard
 import numpy as np
 import pytest
 import torch
-from app_pages import numbers
 
-from workbench import plots, prompts
+from workbench import prompts
 from workbench.checkpoints.saving import save
 from workbench.data.tasks import SYMBOLS
 from workbench.errors import BadData, UnknownName, WorkbenchError
@@ -18,7 +17,6 @@ from workbench.models import build
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
 from workbench.views import Link, attention, drawings, heads
-from workbench.views.base import timelapse
 
 SHAPE = {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
 LAYER, HEAD, TOKEN = 1, 1, 7
@@ -76,10 +74,6 @@ def ask(tmp_path_factory):
     return dashboard.kept(folder)
 
 
-def drawn(ask, link):
-    return dict(drawings(ask, Link.parse(link)))
-
-
 def only(ask, link, name):
     ((_, drawing),) = drawings(ask, Link.parse(link), name)
     return drawing
@@ -102,42 +96,6 @@ def test_the_ranking_is_the_records_order_and_equal_heads_stand_by_run_layer_and
     assert lowest["name"].tolist()[4:7] == table["name"].tolist()[1:4]
 
 
-def test_the_figure_has_error_bars_the_baseline_and_the_first_head_on_top(ask):
-    drawing = only(ask, "heads", "ranking")
-    traces = {t.name: t for t in drawing.figure.data}
-    assert traces["Transformer"].marker.color == plots.colour("transformer")
-    assert sorted(numbers(traces["Transformer"].x)) == [0.1, 0.2, 0.7, 0.7]
-    assert set(numbers(traces["Transformer"].error_x.array)) == {0.01}
-    assert (traces["uniform causal"].mode, traces["uniform causal"].line.dash) == ("lines", "dot")
-    assert set(numbers(traces["uniform causal"].x)) == {0.125}
-    axis = drawing.figure.layout.yaxis
-    assert axis.categoryarray[0] == "ResFormer · s0 · L1 H1"
-    assert axis.range[0] > axis.range[1]
-    for word in ("ResFormer · s0 · L1 H1 with 0.9 share", "uniform causal): 0.125", "8 heads of 2 models"):
-        assert word in drawing.sentence
-
-
-def test_without_a_stored_control_the_baseline_is_random_init(ask, monkeypatch):
-    there = ask.records
-    monkeypatch.setattr(ask, "records", lambda *a: (f := there(*a))[f["control"].isna()])
-    monkeypatch.setattr(ask.cache, "kept", {})
-    table = only(ask, "heads?models=transformer", "ranking").table
-    assert table["baseline"].tolist() == pytest.approx([0.05] * 4)
-    assert set(table["baseline_of"]) == {heads.INIT}
-    table = only(ask, "heads?models=resformer", "ranking").table
-    assert table["baseline"].isna().all()
-
-
-def test_the_end_follows_what_the_measure_says_of_itself(populated):
-    ask = dashboard.kept(populated)
-    assert heads.head_options(ask, Link("heads", {"a": "race-svformer-s0"})).end == "highest"
-    assert heads.METRICS[0] == "row_entropy"
-    rows = ask.records(ask.catalogue().entries, ["sink_mass"])
-    lower = rows.assign(provenance=rows["provenance"].str.replace("higher: more", "lower: more"))
-    ask.records = lambda *_: lower
-    assert heads.head_options(ask, Link("heads", {"a": "text-resformer-s0"})).end == "lowest"
-
-
 def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
     link = "heads?compare=1&a=small-transformer-s0&b=small-transformer-s0&step=20&step_b=0&end=highest"
     table = only(ask, link, "ranking").table
@@ -151,39 +109,7 @@ def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
         heads.head_options(ask, Link.parse("heads?end=middle"))
 
 
-def test_a_time_lapse_names_the_rows_of_each_step(ask):
-    lapse = timelapse(
-        heads.ranking, ask, Link.parse("heads?models=transformer&a=small-transformer-s0&end=highest")
-    ).figure
-    assert [f.layout.yaxis.categoryarray[0] for f in lapse.frames] == [
-        "Transformer · s0 · L0 H1",
-        "Transformer · s0 · L0 H1",
-    ]
-    assert [f.layout.yaxis.categoryarray[1] for f in lapse.frames] == [
-        "Transformer · s0 · L0 H0",
-        "Transformer · s0 · L1 H1",
-    ]
-
-
-def test_runs_without_a_measure_of_heads_say_how_to_get_one(tmp_path):
-    dashboard.run(tmp_path, "bare-resformer-s0", "resformer", 0, "text", steps=(0,))
-    with pytest.raises(WorkbenchError, match=r"workbench measure .*bare-resformer-s0 -m row_entropy --steps all"):
-        drawn(dashboard.kept(tmp_path), "heads")
-
-
 # ---- one head ----
-
-
-def test_the_history_is_the_chosen_head_among_those_of_its_run(ask):
-    drawing = only(ask, "heads?a=small-transformer-s0&layer=1&head=1", "history")
-    traces = {t.name: t for t in drawing.figure.data}
-    assert list(traces["Transformer"].x) == [0, 20]
-    assert list(traces["Transformer"].y) == [0.04, 0.7]
-    assert sum(t.legendgroup == "others" for t in drawing.figure.data) == 3
-    assert set(numbers(traces["uniform causal"].y)) == {0.125}
-    assert drawing.sentence == "0.04 at step 0, 0.7 at step 20: rank 1 of 4 heads of the run, highest first."
-    heads_of_run = drawing.table[drawing.table["control"].isna()]
-    assert set(heads_of_run[heads_of_run["chosen"].astype(bool)]["value"]) == {0.04, 0.7}
 
 
 def test_the_head_is_the_first_of_the_ranking_where_the_link_names_none(ask):

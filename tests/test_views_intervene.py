@@ -20,7 +20,7 @@ from workbench.prompts import patch_sweep
 from workbench.runs.run import Run
 from workbench.views import Drawing, Link, drawings
 from workbench.views.base import timelapse
-from workbench.views.intervene import LEAKS, edit_text, effect, next_token, sweeps
+from workbench.views.intervene import LEAKS, effect, next_token
 from workbench.views.writing import WRITERS
 
 TEXT = "return values"
@@ -73,24 +73,11 @@ def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(source, name):
         drawn(source, name, edits=edit, sweep=edit, a="text-transformer-s0", compare=1, b="text-transformer-s1")
 
 
-@pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
-def test_a_figure_of_one_model_names_it(source, name):
-    assert drawn(source, name).figure.layout.title.subtitle.text.startswith("ResFormer · s0, step 20; ")
-    assert "ResFormer" not in drawn(source, name, **BOTH).figure.layout.title.subtitle.text
-
-
-@pytest.mark.parametrize("edit", ["values:how=mean", "values:how=shuffle", "head:how=mean"])
+@pytest.mark.parametrize("edit", ["values:how=shuffle"])
 def test_edits_through_which_later_tokens_flow_say_so(source, edit):
     assert LEAKS in drawn(source, "effect", edits=edit).figure.layout.title.subtitle.text
     assert LEAKS in drawn(source, "sweep", sweep=edit).figure.layout.title.text
     assert LEAKS not in drawn(source, "effect").figure.layout.title.subtitle.text
-
-
-def test_a_sweep_says_which_number_the_coefficient_becomes_and_keeps_capitals(source):
-    assert "a number" not in " ".join(sweeps().values())
-    title = drawn(source, "sweep", sweep="coefficient:value=0").figure.layout.title.text
-    assert title == "Set the shortcut's coefficient to 0, one place at a time"
-    assert drawn(source, "sweep", sweep="remove:part=mlp").figure.layout.title.text.startswith("Remove an MLP,")
 
 
 @pytest.mark.parametrize("over", ["layer", "layer x head"])
@@ -163,14 +150,6 @@ def test_two_steps_of_one_run_play_against_the_step_that_was_chosen(source):
     assert {t.name for f in played.figure.frames for t in f.data[1:2]} == {"B: ResFormer · s0, step 0"}
 
 
-def test_a_view_that_no_step_changes_is_not_played(source):
-    def still(source, at):
-        return drawn(source, "effect", step=20)
-
-    with pytest.raises(WorkbenchError, match="equal at every checkpoint"):
-        timelapse(still, source, link())
-
-
 def test_checkpoints_left_out_are_named_with_the_reason(source):
     def partly(source, at):
         if at.text("step") == "8":
@@ -179,41 +158,6 @@ def test_checkpoints_left_out_are_named_with_the_reason(source):
 
     said = timelapse(partly, source, link()).sentence
     assert said == "1 of 3 checkpoints cannot be drawn and are left out: step 8: not measured"
-
-
-def test_colours_of_a_time_lapse_keep_white_at_zero_where_any_frame_has_both_signs():
-    def grid(values):
-        return plots.grids([("A", plots.Grid(np.array([values]), ["0"], ["a", "b"], "nats", "layer", "head"))], "t")
-
-    played = plots.timelapse_figure([("step 0", grid([-1.0, 2.0])), ("step 8", grid([1.0, 5.0]))])
-    bar = played.layout.coloraxis
-    assert (bar.cmin, bar.cmax) == (-5.0, 5.0)
-    assert bar.colorscale == grid([-1.0, 2.0]).layout.coloraxis.colorscale
-
-
-def test_scales_of_a_time_lapse_hold_sums_of_bars_whiskers_and_fixed_ranges():
-    stacked = [go.Figure([go.Bar(x=["a"], y=[k]), go.Bar(x=["a"], y=[k])], {"barmode": "relative"}) for k in (1, 2)]
-    low, high = plots.timelapse_figure([("1", stacked[0]), ("2", stacked[1])]).layout.yaxis.range
-    assert low <= 0
-    assert high >= 4
-    across = [go.Figure(go.Bar(x=[k], y=["a"], orientation="h", error_x={"array": [1.0]})) for k in (1, 2)]
-    assert plots.timelapse_figure([("1", across[0]), ("2", across[1])]).layout.xaxis.range[1] >= 3
-    fixed = [go.Figure(go.Scatter(y=[k]), {"yaxis": {"range": [0, 1]}}) for k in (0.1, 0.2)]
-    assert tuple(plots.timelapse_figure([("1", fixed[0]), ("2", fixed[1])]).layout.yaxis.range) == (0, 1)
-
-
-def test_figures_side_by_side_say_what_the_whiskers_of_the_difference_are():
-    parts = [(n, go.Figure(go.Bar(x=["a"], y=[1.0], error_y={"array": [0.1]}))) for n in ("A", "B", plots.MINUS)]
-    for _, figure in parts:
-        plots.dressed(figure, "t", "one seed", 300)
-    under = plots.beside(parts, "t").layout.title.subtitle.text
-    assert under == f"one seed; {plots.MINUS}: ± standard error of independent means"
-
-
-def test_an_edit_is_composed_from_what_is_chosen():
-    assert edit_text("values:how=mean", [2, 1], [0]) == "values:layer=1/2,head=0,how=mean"
-    assert edit_text("sink", [], []) == "sink"
-    assert edit_text("coefficient:value=0", [1], [], 0.5) == "coefficient:layer=1,value=0.5"
 
 
 def test_the_effect_is_the_loss_after_minus_before(source):
@@ -231,14 +175,6 @@ def test_the_effect_is_the_loss_after_minus_before(source):
 def test_a_change_so_large_that_the_model_guesses_is_no_result(source):
     assert "the model ignores the text" in drawn(source, "effect", edits="coefficient:value=1e30").sentence
     assert "no result" not in drawn(source, "effect", edits="coefficient:value=2").sentence
-
-
-@pytest.mark.parametrize("over", ["layer", "layer x head"])
-def test_a_sweep_has_a_cell_for_each_place(source, over):
-    drawing = drawn(source, "sweep", sweep="head:how=mean", over=over, compare=1, b="text-transformer-s0")
-    assert len(drawing.table) == 3 * (2 if over == "layer" else 4)  # A, B and their difference
-    assert any(plots.MINUS in str(t.name) for t in drawing.figure.data)
-    assert drawing.table["n"].min() > 0
 
 
 def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, monkeypatch):
@@ -268,11 +204,8 @@ def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, m
 @pytest.mark.parametrize(
     ("name", "options", "error", "word"),
     [
-        ("effect", {"edits": "valeus"}, UnknownName, "did you mean values"),
         ("effect", {"edits": "values:layer=9"}, WorkbenchError, "layer"),
-        ("effect", {"edits": "patch"}, BadData, "second prompt"),
         ("effect", {"edits": "coefficient:value=0", "a": "text-transformer-s0"}, WorkbenchError, "transformer|no "),
-        ("sweep", {"over": "token"}, UnknownName, "sweep over"),
         ("sweep", {"of": "logit"}, BadData, "choose one"),
         ("patching", {}, BadData, "second prompt"),
     ],
@@ -280,11 +213,3 @@ def test_patching_everything_at_the_last_stream_brings_the_answer_back(source, m
 def test_edits_that_cannot_be_made_are_refused_in_words(source, name, options, error, word):
     with pytest.raises(error, match=word):
         drawn(source, name, **options)
-
-
-def test_without_a_change_the_loss_of_each_token_is_drawn_as_it_is(source):
-    bare, changed = drawn(source, "effect"), drawn(source, "effect", edits="values:how=zero")
-    np.testing.assert_array_equal(bare.figure.data[0].y, changed.table["before"])
-    assert "no edit" in bare.figure.layout.title.text
-    assert bare.figure.layout.yaxis.title.text == "loss (nats)"
-    assert (bare.table["change"] == 0).all()

@@ -42,14 +42,6 @@ def test_the_lens_ends_in_the_models_own_prediction(source):
     assert figure.layout.coloraxis.cmax == 1
 
 
-@pytest.mark.parametrize("quantity", ["rank", "entropy", "kl"])
-def test_every_reading_of_the_lens_is_drawn(source, quantity):
-    z = np.asarray(drawn(source, "lens", quantity=quantity).figure.data[0].z, dtype=float)
-    assert np.nanmin(z) >= -1e-5
-    if quantity == "kl":
-        assert z[-1] == pytest.approx(0, abs=1e-5)
-
-
 def test_predictions_and_surprise_are_the_models(source):
     _, ids, log_p = run_of(source)
     table = drawn(source, "predictions").table
@@ -107,48 +99,6 @@ def test_maps_of_two_models_share_a_scale_and_subtract(source, name):
     assert np.nan_to_num(minus) == pytest.approx(np.nan_to_num(a - b), abs=1e-5)
 
 
-def test_a_long_prompt_is_drawn_around_the_chosen_position(source):
-    from workbench.views import prompt
-
-    text = "def f(x): return x\n" * 7
-    tokens = source.tokens(source.subjects(Link("prompt", {"a": "text-resformer-s0"}))[0], text)
-    was, prompt.WORDS = prompt.WORDS, 16
-    try:
-        drawing = drawn(source, "lens", prompt=text, position=40)
-    finally:
-        prompt.WORDS = was
-    assert len(tokens) > 60
-    assert np.asarray(drawing.figure.data[0].z).shape[1] == 16
-    assert "32:" in drawing.figure.data[0].x[0]
-    assert f"of {len(tokens)}" in drawing.figure.layout.title.subtitle.text
-
-
-def test_rows_of_streams_are_named_after_the_layer_that_left_them(source):
-    for name, options in (("lens", {}), ("values", {"site": "stream"}), ("identity", {"site": "stream"})):
-        drawing = drawn(source, name, **options)
-        assert list(drawing.figure.data[0].y) == ["embedding", "0", "1"]
-        assert drawing.figure.layout.yaxis.title.text == "after layer"
-    assert list(drawn(source, "values").figure.data[0].y) == ["0", "1"]
-
-
-def test_words_without_a_number_stand_in_the_pages_ink(source):
-    model, _, log_p = run_of(source)
-    cells, blanks = drawn(source, "lens").figure.data
-    assert [row[-1] for row in cells.text] == ["", "", ""]  # nothing follows the last token
-    assert all(row[0] for row in cells.text)
-    assert blanks.mode == "text"
-    assert list(blanks.y) == ["embedding", "0", "1"]
-    assert blanks.text[-1] == model.tokenizer.token_strings([int(log_p[-1].argmax())])[0]
-
-
-def test_quotes_are_read_as_quotes(source):
-    text = "x = \"a\" + 'b'"
-    for name in ("lens", "surprise"):
-        figure = drawn(source, name, prompt=text).figure
-        assert "&quot;" not in figure.to_json()
-        assert any('"' in str(x) for x in figure.data[0].x)
-
-
 def letters(source, name, **options):
     """A view of A, which reads letters twice, beside B, which reads text."""
     return drawn(source, name, a="race-svformer-s0", b="text-resformer-s0", compare=1, prompt="qvz", **options)
@@ -201,29 +151,12 @@ def test_a_part_that_one_model_lacks_counts_as_nothing(source):
     assert f"the bars sum to {sum(a.x):.4f}" in drawing.sentence
 
 
-def test_the_other_token_is_named(source):
-    model, _, _ = run_of(source)
-    figure = drawn(source, "attribution", target=65, against=66).figure
-    asked, other = model.tokenizer.token_strings([65, 66])
-    assert f"“{asked}” minus that of “{other}”" in figure.layout.title.subtitle.text
-
-
-def test_a_long_subtitle_is_broken_into_lines(source):
-    under = drawn(source, "identity", prompt="def f(x): return x\n" * 7).figure.layout.title.subtitle.text
-    assert len(under) > 120
-    assert max(map(len, under.split("<br>"))) <= 125
-
-
 @pytest.mark.parametrize(
     ("name", "options", "error", "word"),
     [
         ("lens", {"prompt": " "}, BadData, "empty"),
-        ("lens", {"prompt": ""}, BadData, "empty"),
         ("values", {"site": "soul"}, UnknownName, "site"),
         ("lens", {"prompt": "x" * 5000}, BadData, "tokens long"),
-        ("lens", {"position": 99}, BadData, "positions 0 to"),
-        ("lens", {"quantity": "beauty"}, UnknownName, "quantity"),
-        ("attribution", {"layer": 9}, WorkbenchError, "no parts in layer 9"),
         ("attribution", {"target": 100000}, BadData, "leaves the vocabulary"),
         ("lens", {"stored": "../../etc/passwd"}, BadData, "not stored"),
     ],
@@ -231,11 +164,6 @@ def test_a_long_subtitle_is_broken_into_lines(source):
 def test_what_cannot_be_read_is_refused_in_words(source, name, options, error, word):
     with pytest.raises(error, match=word):
         drawn(source, name, **options)
-
-
-def test_letters_are_read_twice(source):
-    table = drawn(source, "surprise", a="race-svformer-s0", prompt="abc").table
-    assert list(table["token"]) == ["0:a", "1:b", "2:c", "3:a", "4:b", "5:c"]
 
 
 def test_hostile_tokens_stay_text(source):

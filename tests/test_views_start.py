@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import dashboard
-import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -19,7 +17,7 @@ from workbench.claims.all_verdicts import judge_apart
 from workbench.claims.collect import stored
 from workbench.claims.judging import chosen
 from workbench.claims.verdict import Verdict
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.reports import xray as xrays
 from workbench.runs.records import load_records, one_sample, provenance, records
@@ -28,7 +26,6 @@ from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, finding, start
-from workbench.views.source import measure_metrics
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -153,28 +150,6 @@ def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask
     assert start.missing(ask, ask.subjects(link("model", a=A))[0]) == []
 
 
-def test_two_models_stand_side_by_side_with_their_difference(ask):
-    drawing = start.residual(ask, link("model", a=A, b=B, compare=1))
-    figure = drawing.figure
-    assert [a.text for a in figure.layout.annotations] == [
-        "A: ResFormer · s0, step 20",
-        "B: Transformer · s0, step 20",
-        "A − B",
-    ]
-    assert figure.layout.yaxis2.matches == "y"
-    assert figure.layout.yaxis3.matches is None
-    by_column = {axis: [t for t in figure.data if t.xaxis == axis] for axis in ("x", "x2", "x3")}
-    for a, b, minus in zip(*by_column.values(), strict=True):
-        assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
-    assert drawing.sentence.startswith("A: ")
-    assert " B: " in drawing.sentence
-    assert set(drawing.table["architecture"]) == {
-        "resformer · A: s0, step 20",
-        "transformer · B: s0, step 20",
-        plots.MINUS,
-    }
-
-
 def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(ask):
     compared = link("model", a="text-svformer-s0", b=B, compare=1)
     shares = start.token_share(ask, compared)
@@ -184,14 +159,6 @@ def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(as
     assert "No A − B" in start.residual(ask, compared).sentence
     alone = start.residual(ask, link("model", a="text-svformer-s0"))
     assert alone.sentence.startswith("It has a value path already (SVFormer). No layer after the first")
-
-
-def test_panels_below_each_other_keep_their_baselines_and_titles(ask):
-    figure = start.sinks(ask, link("model", a=A, b=B, compare=1)).figure
-    assert len({t.yaxis for t in figure.data}) == 6
-    assert "attention to the first token" in figure.layout.yaxis.title.text
-    assert "norm of its value" in figure.layout.yaxis4.title.text
-    assert sum(s.type == "line" for s in figure.layout.shapes) == 4  # uniform attention and ratio 1, for A and for B
 
 
 @pytest.fixture(scope="module")
@@ -205,30 +172,6 @@ def trained(tmp_path_factory):
     recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
     train("transformer", RepeatedData(), name="mine", runs=folder, model=shape, train=recipe, device="cpu")
     return Source(folder)
-
-
-def test_measuring_can_be_stopped_and_then_gives_what_the_command_gives(trained):
-    class Stop(Exception):
-        pass
-
-    def stop(done, total):
-        if done == 2:
-            raise Stop
-
-    (subject,) = trained.subjects(link("model"))
-    path, plan = Path(subject.entry.path), start.xray_plan(subject.entry, 4)
-    with pytest.raises(Stop):
-        measure_metrics([path], plan, None, xrays.DOCUMENTS, stop)
-    assert len(start.missing(trained, subject)) < len(xrays.NEEDED)
-    told = []
-    measure_metrics([path], plan, None, xrays.DOCUMENTS, lambda done, total: told.append((done, total)))
-    assert told[0] == (0, 17)
-    assert told[-1] == (17, 17)
-    (subject,) = trained.subjects(link("model"))  # as the run is now
-    assert start.missing(trained, subject) == []
-    found = xrays.xray(trained.folder / "mine")
-    for answer, view in zip(found.answers, start.XRAY.values(), strict=True):
-        assert view(trained, link("model")).sentence == answer.sentence
 
 
 def test_numbers_of_two_samples_are_not_averaged():
@@ -256,10 +199,6 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
     assert table.loc["race-svformer-s1", "state"] == "finished"
     assert table.loc["race-svformer-s1", "experiment"].startswith("random tokens, written twice")
     assert table.loc[A, "measures"] == 9
-
-
-def test_an_empty_folder_has_an_empty_table(tmp_path):
-    assert start.runs_table(Source(tmp_path)).empty
 
 
 # ---- verdicts ----
@@ -347,19 +286,6 @@ def test_a_run_whose_records_are_damaged_is_named_beside_the_verdicts_on_the_oth
     here = Source(tmp_path)
     assert start.judgements(here, link("verdicts", a=A, alone=1))
     assert list(here.problems) == [A]
-
-
-def test_the_overview_has_a_cell_for_each_claim_and_the_choice_its_intervals(ask):
-    overview = start.verdicts(ask, link("verdicts", a=A, alone=1))
-    assert sum(len(t.x or ()) for t in overview.figure.data) == len(overview.table) == len(chosen())
-    one = start.verdict(ask, link("verdicts", a=A, claim="lower_loss"))
-    row = overview.table.set_index("claim").loc["lower_loss"]
-    assert one.sentence == row["because"]
-    values = [x for t in one.figure.data for x in t.x]
-    assert values == pytest.approx(one.table["value"].tolist(), nan_ok=True)
-    assert "95 % interval" in one.figure.layout.title.subtitle.text
-    with pytest.raises(UnknownName, match="did you mean lower_loss"):
-        start.verdict(ask, link("verdicts", a=A, claim="lower_los"))
 
 
 def test_the_command_names_the_runs_of_the_experiment(ask, trained, tmp_path):

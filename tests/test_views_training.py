@@ -13,10 +13,7 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_json
 from workbench.plots.training import at_step, curve_difference, curves, matrices, thinned
-from workbench.runs import table_cache
 from workbench.runs.records import records, write_parquet
-from workbench.runs.run import Run
-from workbench.runs.table_cache import TelemetryCache
 from workbench.views import Link, Source, training
 
 A, B = "text-resformer-s0", "text-transformer-s0"
@@ -46,11 +43,6 @@ def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
     assert row["n"] == 8
     assert row["data"] == "mean of prose, python"
     assert trace(drawing.figure, "ResFormer").y[-1] == pytest.approx(2.6 + 0.01 * 0.5 - 0.05 * 0.5)
-
-
-def test_each_domain_has_a_panel_of_its_own(ask):
-    figure = drawn(ask, training.validation_loss, domain="each").figure
-    assert [a.text for a in figure.layout.annotations] == ["prose", "python"]
 
 
 def test_the_relative_loss_subtracts_the_vanilla_model_of_the_same_seed(ask):
@@ -89,11 +81,6 @@ def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
         drawn(ask, training.relative, compare=1, b=B)
 
 
-def test_one_run_at_two_steps_is_one_training(ask):
-    figure = drawn(ask, training.validation_loss, compare=1, b=A, step=20, step_b=0).figure
-    assert [t.name for t in figure.data if t.hoverinfo != "skip"] == ["A: ResFormer · s0"]
-
-
 def test_losses_stand_over_tokens(ask):
     figure = drawn(ask, training.validation_loss, x="tokens").figure
     assert list(trace(figure, "ResFormer").x) == [0, 10 * 2 * 16]  # a batch of 2 sequences of 16 tokens
@@ -101,59 +88,7 @@ def test_losses_stand_over_tokens(ask):
     assert "tokens" in trace(figure, "ResFormer").hovertemplate
 
 
-def test_the_training_loss_is_smoothed_and_says_so(ask):
-    plain = drawn(ask, training.train_loss, smooth=1).figure
-    assert trace(plain, "ResFormer").y[3] == pytest.approx(4.0 - 0.3 - 0.005)
-    assert "running mean" not in plain.layout.title.subtitle.text
-    smooth = drawn(ask, training.train_loss).figure  # 20 steps, of which a fifth
-    assert "running mean over 4 steps" in smooth.layout.title.subtitle.text
-    assert smooth.data[1].y[0] < plain.data[1].y[0]
-
-
-def test_the_race_marks_when_each_seed_learned_and_two_runs_are_subtracted(ask):
-    whole = drawn(ask, training.copy_loss, a="race-svformer-s0").figure
-    assert list(trace(whole, "SVFormer: crossing").x) == [5, 6, 7]
-    two = drawn(ask, training.copy_loss, a="race-svformer-s0", b="race-transformer-s0", compare=1)
-    assert min(trace(two.figure, "A − B").y) == -3.0
-
-
-@pytest.mark.parametrize(
-    ("view", "options"),
-    [
-        (training.validation_loss, {"x": "stepp"}),
-        (training.validation_loss, {"domain": "eech"}),
-        (training.learned_coefficients, {"of": "densformer"}),
-    ],
-)
-def test_choices_that_are_not_there_are_refused_by_name(ask, view, options):
-    with pytest.raises(UnknownName, match="did you mean"):
-        drawn(ask, view, **options)
-
-
-def test_what_nobody_wrote_down_is_said(ask):
-    with pytest.raises(WorkbenchError, match="did not log seconds per step"):
-        drawn(ask, training.seconds)
-
-
-def test_the_parts_of_the_page_are_those_that_have_numbers(ask):
-    link = Link("training", {"a": A})
-    assert training.present(training.logged_quantities(ask, link)) == ["loss", "gradients", "coefficients", "pace"]
-    race = Link("training", {"a": "race-svformer-s0"})
-    assert training.present(training.logged_quantities(ask, race)) == ["loss", "gradients", "pace"]
-
-
 # ---- gradients and coefficients ----
-
-
-def test_gradients_are_those_of_the_last_step_written_down_before(ask):
-    drawing = drawn(ask, training.gradients, step=8)
-    assert set(drawing.table["step"]) == {0}
-    late = drawn(ask, training.gradients, at=15)
-    assert set(late.table["step"]) == {10}
-    first = trace(late.figure, "Transformer")
-    assert list(first.x) == ["W_Q", "W_V"]
-    assert np.asarray(first.z)[:, 0] == pytest.approx(np.log10([0.01, 0.02]), abs=1e-6)
-    assert "training step 10" in late.figure.layout.title.subtitle.text
 
 
 def test_gradients_of_two_runs_are_divided(ask):
@@ -256,49 +191,3 @@ def test_a_difference_of_curves_keeps_the_steps_both_have():
     assert found["value"].tolist() == [1.0, 3.0]
     assert found["se"].tolist() == pytest.approx([0.5, 0.5])
     assert set(found["unit"]) == {"nats, A − B"}
-
-
-# ---- telemetry that grows ----
-
-
-def test_only_parts_that_are_new_are_read_again(tmp_path, monkeypatch):
-    path, opened = tmp_path / "mine", []
-    recorded(path)
-    real = table_cache.read_tables
-    monkeypatch.setattr(
-        table_cache, "read_tables", lambda files, *how: opened.append(files[0].name) or real(files, *how)
-    )
-    seen, source = TelemetryCache(), Source(tmp_path)
-
-    def rows():
-        entries = source.catalogue().entries
-        frame, problems = seen.rows(entries, ["update_ratio"])
-        assert not problems
-        stored = Run.open(path).telemetry("metric == 'update_ratio'")
-        shown = frame.astype(stored.dtypes.to_dict()).assign(run=stored["run"], architecture=stored["architecture"])
-        pd.testing.assert_frame_equal(shown, stored)
-        return frame
-
-    assert len(rows()) == 24
-    rows()
-    assert opened == ["000000-000004.parquet"]
-    write_parquet(rows_of(range(4, 6)), path / "telemetry" / "000004-000008.parquet")
-    assert len(rows()) == 36
-    write_parquet(rows_of(range(4, 8)), path / "telemetry" / "000004-000008.parquet")  # the last part grows
-    assert len(rows()) == 48
-    assert opened[1:] == ["000004-000008.parquet"] * 2
-    write_parquet(rows_of(range(2)), path / "telemetry" / "000000-000004.parquet")  # begun anew
-    (path / "telemetry" / "000004-000008.parquet").unlink()
-    assert len(rows()) == 12
-    assert seen.metrics(source.catalogue().entries) == {"update_ratio", "seconds_per_step"}
-
-
-def test_a_damaged_part_names_its_run_and_leaves_the_others(tmp_path):
-    for name in ("mine", "other"):
-        recorded(tmp_path / name)
-    part = tmp_path / "mine" / "telemetry" / "000000-000004.parquet"
-    part.write_bytes(part.read_bytes()[:50])
-    frame, problems = TelemetryCache().rows(Source(tmp_path).catalogue().entries)
-    assert set(frame["run"]) == {"other"}
-    assert list(problems) == ["mine"]
-    assert "telemetry" in problems["mine"]

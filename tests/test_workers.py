@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -11,37 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workbench.jobs import processes, running
+from workbench.jobs import processes
 from workbench.jobs.processes import one_thread
-from workbench.jobs.running import Job, StatusFile, results, run_jobs
+from workbench.jobs.running import Job, results, run_jobs
 from workbench.runs.run import CORPORA, shared_text
-
-
-def test_the_time_left_is_what_the_ready_jobs_cost_carried_on(tmp_path, monkeypatch):
-    """10 s for a job of cost 1 of 5 in all: 40 s for the rest; a job that failed has paid nothing."""
-    now, told = [1_000_000.0], []
-    monkeypatch.setattr(running.time, "time", lambda: now[0])
-    status = StatusFile(
-        tmp_path / "status.json", [Job("b", abs, cost=1.0), Job("a", abs, cost=3.0), Job("c", abs)], told.append
-    )
-    now[0] += 10.04
-    status.done("b", None)
-    status.done("c", ValueError("no such corpus"))
-    now[0] += 30.16
-    status.done("a", None)
-    status.finish()
-    assert [(s["elapsed_s"], s["left_s"]) for s in told] == [
-        (0, None),
-        (10.0, 40.2),
-        (10.0, 40.2),
-        (40.2, 10.1),
-        (40.2, 10.1),
-    ]
-    assert [s["ready"] for s in told] == [[], ["b"], ["b"], ["a", "b"], ["a", "b"]]
-    assert [s["finished"] for s in told] == [False] * 4 + [True]
-    assert told[-1]["failed"] == {"c": "ValueError: no such corpus"}
-    assert told[-1]["models"] == ["b", "a", "c"]
-    assert json.loads((tmp_path / "status.json").read_text()) == told[-1]
 
 
 def threads(monkeypatch):
