@@ -53,9 +53,7 @@ def intervene_page(link: Link) -> None:
         elif shown == "sweep":
             show(intervene.sweep, link, long="Editing one place at a time")
         elif not link.text("other"):
-            st.info(
-                f"Enter a second text with as many tokens as the first and another answer, or use an example. {PATCHING}"
-            )
+            st.info(f"Enter a second text of as many tokens and another answer, or use an example. {PATCHING}")
             for example in (e for e in examples() if e.other):
                 name = f"Use “{example.phenomenon}”"
                 st.button(name, on_click=take_example, args=(example,), icon=":material/lightbulb:")

@@ -237,9 +237,7 @@ ConfigKeys = Annotated[
     Option(callback=checked_argument, help="Setting that the files lack, as key=value, for example n_heads=8."),
 ]
 Port = Annotated[int, Option(min=1, max=65535, help="Port on 127.0.0.1.")]
-Download = Annotated[
-    bool, Option("--download", help="Download a Hub name first. Without it, only the local cache is read.")
-]
+Download = Annotated[bool, Option("--download", help="Download a Hub name first; else only the local cache is read.")]
 Revision = Annotated[str, Option(help="Revision on the Hub: step1000, or several as 'step*'. Same as NAME@REVISION.")]
 Step = Annotated[str, Option(help="Checkpoint of a run: last, first, or a step number.")]
 

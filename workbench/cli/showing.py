@@ -39,9 +39,7 @@ def list_names(
 
 @app.command(name="data")
 def data_command(
-    source: Annotated[
-        Path | None, Argument(help="A clone, or the source distribution (.tar.gz) of this version.")
-    ] = None,
+    source: Annotated[Path | None, Argument(help="A clone, or this version's source distribution (.tar.gz).")] = None,
     as_json: Json = False,
 ) -> None:
     """Show where the shipped studies and models are, or copy the complete ones, which a wheel lacks, into the cache."""

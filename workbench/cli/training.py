@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from workbench.console import Task
 
 SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; default the embedded text."
-StudyFile = Annotated[
-    str, Argument(help="A name of `workbench list studies`, or a .toml file.", autocompletion=studies)
-]
+StudyFile = Annotated[str, Argument(help="A name of `workbench list studies`, or a TOML file.", autocompletion=studies)]
 Texts = Annotated[list[Path] | None, Option(help=SOURCES)]
 
 
@@ -107,17 +105,13 @@ def train_command(
     task: Annotated[
         str, Option(callback=checked_argument, help="text, repeated (random tokens repeated once) or backcopy.")
     ] = "text",
-    shortest: Annotated[
-        int | None, Option(help="Task repeated: draw each period between this and half the length.")
-    ] = None,
+    shortest: Annotated[int | None, Option(help="Task repeated: draw periods from this to half the length.")] = None,
     vocabulary: Annotated[int | None, Option(help="Size of the tokenizer's vocabulary.")] = None,
     bos: Annotated[str | None, Option(help="first: begin each document with a start token.")] = None,
     option: Options = None,
     model: ModelKeys = None,
     recipe: RecipeKeys = None,
-    log: Annotated[
-        list[str] | None, Option(help="Also log to a tracker while training: wandb, tensorboard or mlflow.")
-    ] = None,
+    log: Annotated[list[str] | None, Option(help="Also log to a tracker: wandb, tensorboard or mlflow.")] = None,
     runs: Runs = None,
     device: Device = None,
     as_json: Json = False,
@@ -163,9 +157,7 @@ def train_command(
 def study_command(
     study: StudyFile,
     runs: Runs = None,
-    quick: Annotated[
-        bool, Option("--quick", help="Train tiny models for a few steps, to check that it works.")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", help="Train tiny models for a few steps, to see that it works.")] = False,
     workers: Workers = None,
     on: On = None,
     out: Annotated[Path, Out(help="Folder for the tables (.parquet).")] = Path("results"),

@@ -134,9 +134,7 @@ def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict
     ]  # fmt: skip
     page.add(heading("Provenance"))
     if len(frame) and frame["provenance"].str.contains('"assumed":true').any():
-        marked = (
-            "Some architectures were assumed, because their checkpoints do not say: they are marked in the figures."
-        )
+        marked = "Some architectures were assumed, as their checkpoints do not say: they are marked in the figures."
         page.add(paragraph(marked))
     page.add(*(paragraph(f"{name} was left out: {problem}") for name, problem in problems.items()))
     page.add(paragraph("Reproduce with: make demo (or workbench demo --runs FOLDER), then workbench report."))

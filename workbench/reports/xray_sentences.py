@@ -120,9 +120,7 @@ def sinks_text(frame: pd.DataFrame, token: TokenName = TOKEN) -> str:
     if len(null := _finite(_at(frame, "null_mass")).sort_values("value")):  # of softmaxes with a sink logit
         most = null.iloc[-1]
         where = f"{_percent(most['value'], most['se'])} in layer {int(most['layer'])}, head {int(most['head'])}"
-        rest = (
-            f" Heads can also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {where}."
-        )
+        rest = f" Heads also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {where}."
     top = heads.sort_values("value").iloc[-1]
     floor = f"; uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"

@@ -160,9 +160,7 @@ def _streams(structure: DecoderStructure) -> Named:
         if not (layer.adds or layer.adds_norms or layer.is_normed or layer.inline):
             raise _UnknownArchitecture(f"what block {i} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
-        raise _UnknownArchitecture(
-            "blocks scale or drop the stream that they read, or add the first block's input again"
-        )
+        raise _UnknownArchitecture("blocks scale or drop the stream they read, or add the first block's input again")
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)
