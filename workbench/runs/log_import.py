@@ -212,7 +212,7 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
 
 
 def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
-    """Leave out a log whose losses equal those of another log of its setting to four digits: one training, logged twice."""
+    """Leave out logs of one training: their losses equal those of another log of their setting to four digits."""
     distinct, known = dict[int, str](), dict[tuple[str, bytes], list[tuple[str, np.ndarray]]]()
     repeated = dict[str, list[str]](own=[], other=[])
     for i, (log, label) in enumerate(zip(logs, labels, strict=True)):
@@ -306,14 +306,14 @@ def _write(
         begin = int(np.searchsorted(bounds, last, side="right"))
         parts = []
         for metric, (steps, values) in log.curves.items():
-            inside = slice(*np.searchsorted(steps, (first, last + 1)))
+            low, high = np.searchsorted(steps, (first, last + 1))
             axes = {
                 "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric], "seed": seed, "run": run,
                 "architecture": label, "variant": "estimate" if metric == ESTIMATED else None,
                 "part": "all" if metric == "total_gradient_norm" else None,
                 "data": "validation" if metric == "validation_loss" else None,
             }  # fmt: skip
-            parts.append(pd.DataFrame({"step": steps[inside], "value": values[inside]} | axes))
+            parts.append(pd.DataFrame({"step": steps[low:high], "value": values[low:high]} | axes))
         table = typed(pd.concat(parts, ignore_index=True).sort_values("step", kind="stable"))
         write_parquet(table, folder / "telemetry" / f"{first:06d}-{last + 1:06d}.parquet")
     origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}

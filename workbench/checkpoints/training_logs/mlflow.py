@@ -57,15 +57,17 @@ def home(path: Path) -> Path:
 def _read(path: Path, numbers: LogNumbers) -> None:
     numbers.by_quantity = True
     with path.open("rb") as file:
-        if file.read(len(SQLITE)) == SQLITE:
-            return _read_database(path, numbers)
+        database = file.read(len(SQLITE)) == SQLITE
+    if database:
+        _read_database(path, numbers)
+        return
     folder = run_folder(path)
     if folder is None or not path.is_relative_to(folder / "metrics"):
-        return None
+        return
     settings = _settings(folder)
     if settings.get("lifecycle_stage") == "deleted":
         numbers.skipped["the run is deleted"] += 1
-        return None
+        return
     run = _settings(folder.parent).get("name", folder.parent.name), _named(settings.get("run_name"), folder.name)
     name = path.relative_to(folder / "metrics").as_posix()
     with path.open(encoding="utf-8") as lines:
@@ -75,7 +77,6 @@ def _read(path: Path, numbers: LogNumbers) -> None:
                 numbers.add(int(words[2]), name, float(words[1]), run=run)
             elif words:
                 numbers.skipped["the line is not time, value and step"] += 1
-    return None
 
 
 def _read_database(path: Path, numbers: LogNumbers) -> None:

@@ -233,7 +233,7 @@ def of_evaluation(path: Path) -> bool:
 
 @cache
 def log_readers() -> tuple[LogReader, ...]:
-    """Return the readers; `table` and `text` come last because they recognise files by their first line, and as any text."""
+    """Return the readers. `table` and `text` come last because they recognise a file by its first line and accept any text."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     readers = [module.READER for module in modules if hasattr(module, "READER")]
     return tuple(

@@ -48,7 +48,8 @@ TIMES = ("step_time", "train_time", "step_avg")
 
 def _read(path: Path, numbers: LogNumbers) -> None:
     numbers.evaluation = of_evaluation(path)
-    last, waiting, cut, length = None, list[float](), False, 0
+    last: int | None = None
+    waiting, cut, length = list[float](), False, 0
     with path.open(encoding=encoding_of(path), errors="replace") as lines:  # a carriage return ends a line too
         while line := lines.readline(LONGEST):
             begun, cut = cut, len(line) == LONGEST and not line.endswith("\n")
@@ -71,7 +72,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
 
 
 def _add_losses(waiting: list[float], step: int | None, numbers: LogNumbers) -> None:
-    """Add llm.c's validation losses, which stand alone on lines after that of a step, and forget them."""
+    """Add llm.c's validation losses, each alone on a line after that of a step, and clear the list."""
     for loss in waiting:
         if step is None:
             numbers.skipped["val loss has no step"] += 1
