@@ -115,7 +115,8 @@ def test_checkpoints_around_equal_loss_are_measured(three, monkeypatch):
     """The vanilla model ends at 4.0, which the other passes at step 25, between its checkpoints 20 and 30."""
     base, method = (Run.open(three[i]) for i in (0, 2))
     curves = {base: pd.Series({0: 6.0, 40: 4.0}), method: pd.Series({0: 6.0, 20: 4.5, 30: 3.5, 40: 3.0})}
-    monkeypatch.setattr(collect, "_curve", curves.__getitem__)
+    monkeypatch.setattr(Run, "telemetry", lambda run, *_: run)
+    monkeypatch.setattr(collect, "loss_curve", curves.__getitem__)
     monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
     assert matching_steps([base, method]) == {base: [40], method: [20, 30]}
     monkeypatch.setattr(Run, "steps", property(lambda run: [10, 20]))

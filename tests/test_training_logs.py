@@ -13,7 +13,7 @@ from filelock import FileLock
 from workbench.checkpoints.training_logs.reading import log_readers, read_log, reader_of
 from workbench.claims import CLAIMS
 from workbench.claims.collect import collect, find_runs
-from workbench.errors import BadCheckpoint, BadData, UnknownName, WorkbenchError
+from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.runs import log_import
 from workbench.runs.catalogue import catalogue
 from workbench.runs.log_import import import_logs, is_log
@@ -356,27 +356,6 @@ def test_what_a_killed_import_left_is_removed_by_the_next(tmp_path):
     with FileLock(at_work):
         import_logs([log], runs, name="a")
     assert sorted(path.name for path in runs.iterdir()) == [".at-work.part", ".new.part", "a"]
-
-
-def test_runs_and_settings_are_named_as_architectures(tmp_path):
-    rows = [
-        {"arm": arm, "run": f"{arm}-{i}", "step": s, "val_loss": 3.0 + i}
-        for arm in ("base", "vr")
-        for i in (0, 1)
-        for s in (0, 5)
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "t.parquet")
-    result = import_logs(
-        [tmp_path / "t.parquet"], tmp_path / "runs", name="t", architecture={"base": "transformer", "vr-1": "resformer"}
-    )
-    assert [(r.name, r.info["log"]["name"]) for r in result.runs] == [
-        ("t-transformer-s0", "base-0"), ("t-transformer-s1", "base-1"), ("t-resformer-s0", "vr-1"),
-    ]  # fmt: skip
-    for wrong in ({"bse": "transformer"}, {"base": "transfromer"}):
-        with pytest.raises(UnknownName):
-            import_logs([tmp_path / "t.parquet"], tmp_path / "runs", name="u", architecture=wrong)
-    with pytest.raises(UnknownName, match="fact"):
-        import_logs([tmp_path / "t.parquet"], tmp_path / "runs", name="u", config={"n_layer": 3})
 
 
 def test_what_needs_weights_says_that_there_are_none(tmp_path):
