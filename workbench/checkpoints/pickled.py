@@ -31,7 +31,7 @@ _ALLOWING = threading.Lock()  # PyTorch has one list of allowed globals for all 
 def unpickle(path: Path) -> Any:
     """Return the contents of a PyTorch file, its tensors as `Stored`; raises `BadCheckpoint` for anything that could run code."""
     refuse_other_kinds(path)
-    if first_bytes(path)[:4] != ARCHIVE:
+    if first_bytes(path)[:2] != ARCHIVE[:2]:
         raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: it is no ZIP archive; copy it again")
     records = _records(path)
     stand_ins: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
@@ -101,7 +101,9 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
     except BadCheckpoint:
         raise
     except DAMAGE as error:
-        raise BadCheckpoint(f"{path} is damaged or no PyTorch checkpoint: {error}; copy it again") from error
+        raise BadCheckpoint(
+            f"{path} begins as a ZIP archive, the form of torch.save, but cannot be read as one ({error}): copy it again"
+        ) from error
     return records
 
 
