@@ -228,7 +228,7 @@ def probes(count: int, width: int, like: Tensor) -> Tensor:
 
 
 def probed_norm(run: ModuleRun, where: str) -> FrozenNorm:
-    """Fit the norm that a module computes, on random rows; raises `BadData` if it is none."""
+    """Fit the norm that a module computes, on random rows; raises `BadData` for other functions."""
     rows = probes(PROBES, run.input.shape[-1], run.input)
     if (norm := fit_norm(rows, apply_module(run.module, rows))) is None:
         raise BadData(f"{where}: {run.name} is neither a matrix nor a norm")

@@ -1,4 +1,4 @@
-"""The path of a token through one head: who attends to it, which values are moved, and what they add to a logit.
+"""The path of a token through one head: its readers, the values that are moved, and their effect on a logit.
 
 The value of one key passes the head with the attention weight of the run. Pattern, gates and final norm are frozen. The key's part of a
 logit is then the weight times the logit per unit of weight. Summed over keys, it is the head's part of `logit_attribution`.

@@ -43,7 +43,7 @@ ADVICE = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "compressed; unpa
 
 @dataclass(frozen=True)
 class ImportedLogs:
-    """Imported runs, and notes on the numbers that were read and those that were left out."""
+    """Imported runs, and notes on read and omitted numbers."""
 
     runs: tuple[Run, ...]
     notes: tuple[str, ...]
@@ -212,7 +212,7 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
 
 
 def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
-    """Leave out logs of one training: their losses equal those of another log of their setting to four digits."""
+    """Leave out a log whose losses equal those of another log in its setting to four digits: one training."""
     distinct, known = dict[int, str](), dict[tuple[str, bytes], list[tuple[str, np.ndarray]]]()
     repeated = dict[str, list[str]](own=[], other=[])
     for i, (log, label) in enumerate(zip(logs, labels, strict=True)):
@@ -245,7 +245,7 @@ def _latest(files: Sequence[Path]) -> list[Path]:
 
 
 def _read_and_left(where: str, counts: Mapping[str, int], skipped: Counter[str]) -> list[str]:
-    """Return a note on the numbers that were read, and one on those that were left out."""
+    """Return a note on read numbers, and one on omitted numbers."""
     read = ", ".join(f"{counts[metric]:,} {metric.replace('_', ' ')}" for metric in UNITS if counts.get(metric))
     notes = [f"{where}: {counts['runs']:,} run{'s' * (counts['runs'] > 1)}, {read}"]
     return notes + ([f"{where}: left out: {_listed(skipped)}"] if skipped else [])

@@ -113,5 +113,5 @@ def _is_fresh(path: Path, with_weights: bool) -> bool:
 
 
 def _fresh_until(begin: float) -> float:
-    """When a check that began at `begin` is repeated."""
+    """Time at which to repeat a check that began at `begin`."""
     return time.monotonic() + max(FRESH_S, 10 * (time.monotonic() - begin))

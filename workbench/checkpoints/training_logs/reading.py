@@ -1,4 +1,4 @@
-"""Reader interface of training logs, and the numbers of each run in a log.
+"""Interface of a reader of training logs, and the numbers of each run in a log.
 
 A reader is one file of this folder with `READER = LogReader(...)`.
 """

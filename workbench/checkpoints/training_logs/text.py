@@ -72,7 +72,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
 
 
 def _add_losses(waiting: list[float], step: int | None, numbers: LogNumbers) -> None:
-    """Add llm.c's validation losses, each alone on a line after that of a step, and clear the list."""
+    """Add llm.c's validation losses, which follow a step's line, and clear the list."""
     for loss in waiting:
         if step is None:
             numbers.skipped["val loss has no step"] += 1

@@ -39,7 +39,7 @@ def _last(columns: Columns) -> int:
 
 
 def matching_columns(output: Tensor, target: Tensor) -> Columns | None:
-    """Find the columns of `output` [row, width] that are multiples of those of `target` [row, columns]; None if one is missing."""
+    """Find columns of `output` [row, width] that are multiples of the columns of `target` [row, columns]; None if one is missing."""
     if output.shape[1] < target.shape[1]:
         return None
     tolerance = 1e-4 if output.dtype in _NARROW or target.dtype in _NARROW else 1e-9
@@ -60,7 +60,7 @@ def matching_columns(output: Tensor, target: Tensor) -> Columns | None:
 
 
 def matching_head_columns(output: Tensor, target: Tensor, starts: Tensor) -> Columns | None:
-    """Find the columns of `output` [row, width] that are heads [row, head, d_head] up to one factor and a rotation.
+    """Find columns of `output` [row, width] that are heads [row, head, d_head] up to one factor and a rotation.
 
     If heads have equal norms, the rows of `starts` decide, which are at position 0 and not rotated. Returns None if a head is
     missing.
