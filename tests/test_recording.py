@@ -274,8 +274,13 @@ def test_what_the_default_cannot_show_is_said_and_written_down(gpt, tmp_path):
     assert told[0].filename == __file__, "it points at the line that asked"
     loop(gpt, recorder, 1)
     recorder.close()
-    unavailable = json.loads((tmp_path / "r" / "run.json").read_text())["recorder"]["unavailable"]
-    assert set(unavailable) == {"importance_entropy", "row_entropy", "sink_mass"}
+    recorder = json.loads((tmp_path / "r" / "run.json").read_text())["recorder"]
+    matrices = sum(p.numel() for p in gpt.parameters() if p.ndim == 2)
+    share = f"{matrices / sum(p.numel() for p in gpt.parameters()):.1%}"
+    assert f"matrices with {share} of" in recorder["coverage"]
+    assert recorder["coverage"].endswith("activations in 2 of 2 layers; attention of 0.")
+    assert recorder["coverage"] in str(told[0].message)
+    assert set(recorder["unavailable"]) == {"importance_entropy", "row_entropy", "sink_mass"}
     assert len(rows(tmp_path / "r", "hidden_norm")) == 3
 
 

@@ -25,6 +25,7 @@ from workbench.distributed import rank
 from workbench.errors import WorkbenchError, warn_caller
 from workbench.files import read_json, write_json
 from workbench.metrics import METRICS
+from workbench.names import STATISTICS
 from workbench.observing.interception.weights import is_sharded
 from workbench.runs.records import read_parquet, records, write_parquet
 from workbench.runs.run import FORMAT, Run, runs_folder, written_now
@@ -226,7 +227,7 @@ class Recorder:
             weakref.finalize(self, _stop, self.capture, self.folder, self.trackers)  # in case `close` is never called
             self.trackers += open_trackers(names, path, self.folder.info, start)
             if self.unavailable:
-                warn_caller(_warning(self.unavailable), NotRecorded)
+                warn_caller(f"{_warning(self.unavailable)}. {self.coverage}".rstrip(), NotRecorded)
             if self.count % every == 0:
                 self.capture.start()
 
@@ -447,9 +448,26 @@ class Recorder:
             "options": dict(named.options) if named else {}, "seed": seed,
             "model": dataclasses.asdict(named.config) if named else shape, "data": {"kind": "recorded"},
             "recorder": {"every": self.every, "quantities": list(self.quantities), "unavailable": self.unavailable}
-            | ({"coverage": named.coverage} if getattr(named, "foreign", None) is not None else {}),
+            | ({"coverage": covered} if (covered := self.coverage) else {}),
             **written_now(),
         }  # fmt: skip
+
+    @property
+    def coverage(self) -> str:
+        """Line on the recorded shares of parameters, layers and attention; empty for models of `build`."""
+        if has_named_hooks(self.model):
+            return str(self.model.coverage) if getattr(self.model, "foreign", None) is not None else ""
+        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
+        total, places = max(sum(sizes.values()), 1), matrix_places(self.model)
+        share = sum(sizes[name] for name in places) / total if GRADIENT_NORM in self.quantities else 0.0
+        layers = range(len(blocks_of(self.model)))
+        points = [(p.alias, layer) for p, _, _ in self.capture.plan if (layer := p.axes.get("layer")) in layers]
+        read = {layer for _, layer in points}
+        attended = {layer for alias, layer in points if alias in STATISTICS}
+        return (
+            f"Coverage: gradient norms of matrices with {share:.1%} of {total:,} parameters; activations in {len(read)} of "
+            f"{len(layers)} layers; attention of {len(attended)}."
+        )
 
 
 def _scales(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
