@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 53_516  # lines of Python in workbench/ and app/
+TOTAL = 53_534  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_236,
     "workbench": 1_199,
@@ -37,7 +37,7 @@ LINES = {
     "workbench/statistics": 509,
     "workbench/storage": 924,
     "workbench/studies": 875,
-    "workbench/training": 1_739,
+    "workbench/training": 1_757,
     "workbench/views": 4_462,
 }
 USED_ONCE = 296  # private helpers whose name stands twice in its file
