@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 53_534  # lines of Python in workbench/ and app/
+TOTAL = 53_564  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_236,
     "workbench": 1_199,
@@ -33,7 +33,7 @@ LINES = {
     "workbench/plots": 2_956,
     "workbench/prompts": 2_741,
     "workbench/reports": 1_047,
-    "workbench/runs": 2_259,
+    "workbench/runs": 2_289,
     "workbench/statistics": 509,
     "workbench/storage": 924,
     "workbench/studies": 875,

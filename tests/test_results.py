@@ -14,13 +14,17 @@ from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import replacing, write_json, write_text
 from workbench.runs.records import (
     COLUMNS,
+    MARK,
     SAMPLE_COLUMNS,
+    SUM,
     Store,
     load_records,
     one_sample,
     provenance,
     read_parquet,
+    read_tables,
     records,
+    typed,
     write_parquet,
 )
 
@@ -180,10 +184,29 @@ def test_files_get_the_permissions_of_their_folder(tmp_path):
     assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_flipped_bit_of_a_value_is_refused(tmp_path):
+def test_no_flipped_bit_is_read_as_other_rows(tmp_path):
+    """Wherever it is: pages, their headers, the footer, its length, the sum and the mark before it."""
+    path = tmp_path / "a.parquet"
+    write_parquet(records([{"run": "r", "metric": "m", "step": i, "value": i / 7} for i in range(100)]), path)
+    data, whole = path.read_bytes(), read_parquet([path])
+    mark = data.index(MARK)
+    for place in sorted(
+        {*range(0, len(data), 97), *range(mark, mark + len(MARK) + SUM), *range(len(data) - 8, len(data))}
+    ):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        if mark <= place < mark + len(MARK):  # then it has no sum, and its contents are sound
+            pd.testing.assert_frame_equal(read_parquet([path]), whole)
+            continue
+        for read in (read_parquet, read_tables):
+            with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet: its bytes are not those"):
+                read([path])
+
+
+def test_a_table_without_a_sum_is_read_as_it_is(tmp_path):
+    """Of another program, or of this one before it wrote sums; pages may have checksums."""
     path = tmp_path / "a.parquet"
     rows = records([{"run": "r", "metric": "m", "step": i, "value": i / 7} for i in range(100)])
-    write_parquet(rows, path)
+    rows.to_parquet(path, index=False, write_page_checksum=True)
     pd.testing.assert_frame_equal(read_parquet([path]), rows)
     data = bytearray(path.read_bytes())
     column = pq.ParquetFile(path).metadata.row_group(0).column(COLUMNS.index("value"))
@@ -191,3 +214,10 @@ def test_a_flipped_bit_of_a_value_is_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(BadCheckpoint, match=r"cannot read .*a\.parquet.*(CRC|checksum)"):
         read_parquet([path])
+
+
+def test_other_programs_read_a_table_with_its_sum(tmp_path):
+    path, rows = tmp_path / "a.parquet", records([{"run": "r", "metric": "m", "step": 1, "value": 0.5}])
+    write_parquet(rows, path)
+    assert MARK in path.read_bytes()
+    pd.testing.assert_frame_equal(typed(pd.read_parquet(path)), rows)

@@ -7,6 +7,7 @@ of a run (`newest`), as its provenance states it, and `one_sample` then selects 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """One value per document, for resampling; stored for records without a position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
+MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the checksum
 OWN_DATA = r"(train|validation)(/|$)"
 """Names of a run's own data; other data are named by their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
@@ -99,16 +101,43 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_table(table: pa.Table, path: Path, **how: Any) -> None:
-    """Write an Arrow table atomically, with a checksum of every page; `how` goes to pyarrow's `write_table`."""
+    """Write an Arrow table atomically; `how` goes to pyarrow's `write_table`.
+
+    Parquet has checksums of pages, but not of headers and the footer, and Arrow ends the process on some damaged footers. A
+    checksum of all other bytes is inserted before the footer, where other readers skip it.
+    """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with replacing(path) as part, part.open("wb") as file:
-        pq.write_table(table, file, write_page_checksum=True, **how)
+    written = pa.BufferOutputStream()
+    pq.write_table(table, written, write_page_checksum=True, **how)
+    data = written.getvalue().to_pybytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    with replacing(path) as part:
+        part.write_bytes(data[:footer] + MARK + table_sum(data) + data[footer:])
 
 
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
     """Return the typed rows of all files; `BadCheckpoint` names a file that cannot be read or lacks a `needed` column."""
     return typed(read_tables(list(paths), needed).to_pandas(), columns)
+
+
+def table_sum(data: bytes) -> bytes:
+    """Return the checksum of a file's bytes, `SUM` bytes long."""
+    return hashlib.blake2b(data, digest_size=SUM).digest()
+
+
+def table_bytes(path: Path) -> bytes:
+    """Read a table's file; raises `OSError` if it is too large or its checksum fails.
+
+    A file without a checksum is accepted: other programs and old versions write none.
+    """
+    data = read_bytes(path, MAX_TABLE)
+    if (at := data.rfind(MARK)) >= 0:
+        rest = at + len(MARK) + SUM
+        if table_sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
+            raise OSError("its bytes are not those that were written; copy it again")
+    return data
 
 
 def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequence[str] = ()) -> pa.Table:
@@ -123,7 +152,8 @@ def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequ
             names = dict.fromkeys(needed)
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
                 for column in map(group.column, range(group.num_columns)):
-                    if column.statistics is None or column.statistics.null_count < group.num_rows:
+                    nulls = None if column.statistics is None else column.statistics.null_count
+                    if nulls is None or nulls < group.num_rows:
                         names[column.path_in_schema] = None
             tables.append(file.read(columns=[name for name in names if name not in without], use_threads=False))
     try:  # checking all files together takes a third of the time
@@ -157,13 +187,13 @@ def concatenated(tables: Sequence[pa.Table]) -> pa.Table:
 
 @contextmanager
 def opened_table(path: Path, numbered: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """Open a table's file; the columns `numbered` are read as dictionaries. Raises `BadCheckpoint` for a damaged file."""
+    """Open a table's file, columns `numbered` as dictionaries; raises `BadCheckpoint` if a checksum fails or it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     how: dict[str, Any] = {"page_checksum_verification": True, "pre_buffer": False}
     try:
-        content = pa.BufferReader(read_bytes(path, MAX_TABLE))  # half the time of reading these small files by path
+        content = pa.BufferReader(table_bytes(path))  # half the time of reading these small files by path
         try:
             file = pq.ParquetFile(content, read_dictionary=list(numbered), **how)
         except KeyError:  # a table without one of them
