@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,7 +13,8 @@ import pytest
 import torch
 
 import workbench
-from workbench.data.corpus import dataset_rows, from_files, read_documents
+from workbench.data import sources
+from workbench.data.corpus import dataset_rows, from_files, joined, read_documents
 from workbench.data.examples import examples
 from workbench.data.sources import open_data, open_tokens, prepare, read_tokens
 from workbench.errors import BadCheckpoint, BadData
@@ -42,6 +46,35 @@ def test_rows_of_tables_and_datasets_are_the_same_documents(tables):
     assert len(dataset_rows(f"datasets:{tables}/set", size)[1]) == len(PROSE)
     with pytest.raises(BadData, match=f"more than {size - 1} bytes of text; take a part"):
         dataset_rows(f"datasets:{tables}/set", size - 1)
+
+
+def test_an_installed_package_is_a_text_with_version_licence_and_hashes(tmp_path):
+    data = prepare(texts=["installed:pluggy"], vocabulary=300, root=tmp_path)
+    package = importlib.metadata.distribution("pluggy")
+    manifest = data.corpus.manifest
+    assert manifest["packages"] == {"pluggy": {"version": package.version, "licence": "MIT"}}
+    code = next(file for file in manifest["files"] if file["source"].endswith("pluggy/_hooks.py"))
+    content = Path(str(package.locate_file("pluggy/_hooks.py"))).read_bytes()
+    assert (code["sha256"], code["bytes"]) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert data.domains == ("pluggy",)
+    assert len(joined(d.text for d in from_files(["installed:numpy"], max_bytes=200_000).documents)) < 210_000
+    with pytest.raises(BadData, match="no package 'no-such-package' is installed here"):
+        from_files(["installed:no-such-package"])
+
+
+def test_ids_are_kept_beside_a_corpus_and_made_again_once_damaged(tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text("\n\n".join(PROSE))
+    data = prepare(texts=[tmp_path / "book.txt"], vocabulary=270, bos="first", root=tmp_path)
+    first, kept = data.train, data.folder / "train.parquet"
+    with monkeypatch.context() as without:
+        without.setattr("workbench.data.sources.tokenize", None)
+        assert open_data(data.describe(), tmp_path).train.hash == first.hash
+    content = bytearray(kept.read_bytes())
+    content[len(content) // 3] ^= 1
+    kept.write_bytes(content)
+    sources._text_data.cache_clear()
+    assert open_data(data.describe(), tmp_path).train.hash == first.hash
+    assert kept.read_bytes() != content
 
 
 def test_a_table_trains_and_measures(tables, tiny):

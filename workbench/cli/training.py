@@ -34,7 +34,9 @@ from workbench.places import studies
 if TYPE_CHECKING:
     from workbench.console import Task
 
-SOURCES = "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME; default the embedded text."
+SOURCES = (
+    "Text, .jsonl, .parquet or token .bin files, folders, datasets:NAME, installed:PACKAGE; default the embedded text."
+)
 StudyFile = Annotated[str, Argument(help="A name of `workbench list studies`, or a TOML file.", autocompletion=studies)]
 Texts = Annotated[list[Path] | None, Option(help=SOURCES)]
 

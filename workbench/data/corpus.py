@@ -1,13 +1,15 @@
 """Text corpora: documents of a user's files, of `datasets` or the embedded text, split by source into training and validation.
 
 A hash of a source's name decides its side. Rows of JSON Lines and Parquet files and of datasets are one document each. A dataset is
-named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`). The embedded text has
-the domains `python` (code) and `prose` (docstrings).
+named `datasets:NAME`, `datasets:NAME@CONFIG` or with its split, `datasets:NAME:validation` (else `train`). `installed:NAME` is the code
+and documentation of a Python package of this environment. The embedded text has the domains `python` (code) and `prose` (docstrings).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -28,12 +30,13 @@ from workbench.places import SHIPPED
 
 COLUMNS = ("text", "content")
 TABLES = (".jsonl", ".parquet")
+INSTALLED = "installed:"
 NAME = re.compile(r"datasets:(?P<name>[^@:]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 
 
-def is_dataset(name: object) -> bool:
-    """Return whether a path or text is the name of a dataset."""
-    return str(name).startswith("datasets:")
+def is_named(source: object) -> bool:
+    """Return whether a source is the name of a dataset or of an installed package, not a path or text."""
+    return str(source).startswith(("datasets:", INSTALLED))
 
 
 def rows_of_file(path: Path, data: bytes) -> list[str]:
@@ -90,6 +93,37 @@ def dataset_rows(name: str, most_bytes: int) -> tuple[str, list[str]]:
         if text and text.strip():
             texts.append(_whole(text, name))
     return Path(match["name"]).name, texts
+
+
+def package_of(source: str) -> importlib.metadata.Distribution:
+    """Return the package of `installed:NAME`; raises `BadData` if it is not installed."""
+    name = source.removeprefix(INSTALLED)
+    try:
+        return importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+        raise BadData(f"no package {name!r} is installed here; `pip list` names those that are") from error
+
+
+def package_texts(source: str, most_bytes: int) -> dict[str, bytes]:
+    """Return the text files of `installed:NAME` that are valid UTF-8, by path, in order of their paths."""
+    package, contents, size = package_of(source), dict[str, bytes](), 0
+    listed = [
+        file for file in package.files or () if file.suffix in (".py", ".md", ".rst", ".txt") and ".." not in file.parts
+    ]
+    for file in sorted(listed, key=str):
+        path = Path(str(package.locate_file(file)))
+        if not path.is_file():
+            continue
+        data = read_bytes(path, most_bytes)
+        if (size := size + len(data)) > most_bytes:
+            raise BadData(
+                f"{source} has more text than the {most_bytes} bytes that are left of memory for texts; give fewer or smaller packages"
+            )
+        if data.strip() and b"\0" not in data:
+            with contextlib.suppress(UnicodeDecodeError):
+                data.decode()
+                contents[f"{package.name}-{package.version}/{file.as_posix()}"] = data
+    return contents
 
 
 def _column(texts: Sequence[str], names: Iterable[str], where: str) -> str:
@@ -177,20 +211,36 @@ def within(corpus: Corpus, max_bytes: int) -> Corpus:
     return Corpus(documents, corpus.manifest | {"max_bytes": max_bytes})
 
 
-def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -> Corpus:
-    """Return a corpus of UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`.
+def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION, max_bytes: int | None = None) -> Corpus:
+    """Return a corpus of UTF-8 text: files, folders of .txt, .md, .py, .jsonl and .parquet files, `datasets:NAME`, `installed:NAME`.
 
     Files are cut into documents of roughly 4 to 16 kB at blank lines or line ends. From ten files on, a file lies on one side; with fewer,
-    each document does. A folder's domain is its name; single files are the domain `text`. Repeated paragraphs are dropped, from
-    validation first; an empty side is refused.
+    each document does. A folder's or package's domain is its name; single files are the domain `text`. Repeated paragraphs are dropped,
+    from validation first; an empty side is refused. The manifest has the SHA-256 of every file, and version and licence of packages.
+    `max_bytes` takes a sample.
     """
+    paths = list(paths)
     if not 0 < validation < 1:
         raise BadData(f"validation is {validation}; give a share between 0 and 1, such as {VALIDATION}")
     documents, files = read_documents(paths)
+    if max_bytes is not None:
+        documents = list(within(Corpus(tuple(documents), {}), max_bytes).documents)
     size = sum(file["bytes"] for file in files)
     if size < MIN_BYTES:
         raise BadData(f"{size} bytes of text in {len(files)} files are too little; give at least {MIN_BYTES} bytes")
-    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
+    packages = [package_of(str(path)) for path in paths if str(path).startswith(INSTALLED)]
+    terms = {
+        p.name: p.metadata.get("License-Expression") or p.metadata.get("License") or "see its files" for p in packages
+    }
+    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []} | (
+        {
+            "packages": {
+                p.name: {"version": p.version, "licence": terms[p.name].strip().partition("\n")[0]} for p in packages
+            }
+        }
+        if packages
+        else {}
+    )
     # files (or documents, of fewer than ten files) go to validation by hashed name, up to its share of the text
     names = {document.source.rpartition("#")[0] for document in documents}
     unit = {d.source: d.source.rpartition("#")[0] if len(names) >= 10 else d.source for d in documents}
@@ -208,10 +258,10 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION) -
 
 
 def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tuple[list[Document], list[dict[str, Any]]]:
-    """Return files and datasets as documents, all on one side, and an entry for each file."""
+    """Return files, datasets and packages as documents, all on one side, and an entry for each file."""
     paths = list(paths)
-    named = [str(path) for path in paths if is_dataset(path)]
-    given = [Path(path) for path in paths if not is_dataset(path)]
+    named = [str(path) for path in paths if is_named(path)]
+    given = [Path(path) for path in paths if not is_named(path)]
     contents = _text_files(given) if given or not named else {}
     common = os.path.commonpath([path.parent for path in contents]) if contents else ""
     sources: list[tuple[str, str, bytes, list[str]]] = []  # name, domain, bytes, texts
@@ -230,12 +280,19 @@ def read_documents(paths: Iterable[Path | str], *, split: str = "train") -> tupl
                 raise BadData(f"{path} is not UTF-8 (byte offset {error.start}); convert it to UTF-8 first") from error
         sources.append((source, domain, data, rows))
     for name in named:
-        domain, rows = dataset_rows(name, MAX_CORPUS)
-        sources.append((name, domain, joined(rows), rows))
+        if name.startswith(INSTALLED):
+            texts = package_texts(name, MAX_CORPUS - sum(len(data) for _, _, data, _ in sources))
+            domain = package_of(name).name
+            sources += [(file, domain, data, [data.decode().replace("\r\n", "\n")]) for file, data in texts.items()]
+        else:
+            domain, rows = dataset_rows(name, MAX_CORPUS)
+            sources.append((name, domain, joined(rows), rows))
     documents, files = [], []
     for source, domain, data, rows in sources:
-        texts = enumerate(text for row in rows for text in pieces(row))
-        documents += [Document(f"{source}#{i}", domain, split, text) for i, text in texts]
+        documents += [
+            Document(f"{source}#{i}", domain, split, text)
+            for i, text in enumerate(text for row in rows for text in pieces(row))
+        ]
         files.append({"source": source, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
     return documents, files
 

@@ -6,8 +6,10 @@ Training batches are a function of (seed, step) alone. Measuring reads at most o
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -20,7 +22,14 @@ from workbench.config import PRESETS
 from workbench.data import corpus as corpora
 from workbench.data.corpus import embedded
 from workbench.data.tasks import SHARPNESS, START, backcopy_tokens, check_numbers, repeated_tokens, task_generator
-from workbench.data.tokenizer import TokenDocuments, Tokenizer, tokenize, train_tokenizer
+from workbench.data.tokenizer import (
+    TokenDocuments,
+    Tokenizer,
+    read_tokenized,
+    tokenize,
+    train_tokenizer,
+    write_tokenized,
+)
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, local, write_json
 
@@ -63,12 +72,13 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus and its tokenizer. `folder` is where `save_corpus` put them, named by the hash."""
+    """A corpus and its tokenizer. Each side is tokenised once and kept in `folder`, if there is one."""
 
     corpus: corpora.Corpus
     tokenizer: Tokenizer
     bos: Literal["first"] | None = None
     kind: str = "text"
+    folder: Path | None = field(default=None, compare=False)
 
     @cached_property
     def hash(self) -> str:
@@ -84,11 +94,22 @@ class TextData:
 
     @cached_property
     def train(self) -> TokenDocuments:
-        return tokenize(self.corpus, self.tokenizer, "train", bos=self.bos)
+        return self._tokenized("train")
 
     @cached_property
     def validation(self) -> TokenDocuments:
-        return tokenize(self.corpus, self.tokenizer, "validation", bos=self.bos)
+        return self._tokenized("validation")
+
+    def _tokenized(self, split: str) -> TokenDocuments:
+        if self.folder is None:
+            return tokenize(self.corpus, self.tokenizer, split, bos=self.bos)
+        path, key = self.folder / f"{split}.parquet", digest(self.hash, split, importlib.metadata.version("tokenizers"))
+        documents = read_tokenized(path, key)
+        if documents is None:
+            documents = tokenize(self.corpus, self.tokenizer, split, bos=self.bos)
+            if os.access(self.folder, os.W_OK):
+                write_tokenized(documents, path, key)
+        return documents
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         """Return the batch of a step [size, T]: packed chunks, shuffled each epoch by the seed."""
@@ -105,14 +126,14 @@ class TextData:
     def describe(self) -> dict[str, Any]:
         return {"kind": "text", "hash": self.hash, "bos": self.bos, "domains": list(self.domains)}
 
-    def save(self, root: Path) -> Path:
-        """Save corpus and tokenizer in `root/<hash>`, unless they are there."""
+    def save(self, root: Path) -> TextData:
+        """Save corpus and tokenizer in `root/<hash>`, unless they are there, and return the data of that folder."""
         folder = root / self.hash
         if not (folder / "data.json").exists():
             corpora.save_corpus(self.corpus, folder)
             self.tokenizer.save(folder / "tokenizer.json")
             write_json(folder / "data.json", self.describe())
-        return folder
+        return replace(self, folder=folder)
 
 
 def _chunks_of_step(chunks: np.ndarray, step: int, size: int, seed: int) -> Tensor:
@@ -346,20 +367,18 @@ def prepare(
     """Return a corpus with a tokenizer of its training side.
 
     Args:
-        texts: Files, folders or datasets; the embedded text unless given.
+        texts: Files, folders, datasets or installed packages (`installed:NAME`); the embedded text unless given.
         vocabulary: Size of the tokenizer; the `tiny` preset's unless given.
         bos: "first" begins each document with a start token.
         root: Folder to save the data in.
-        max_bytes: Size of a sample of the embedded text; all of it unless given.
+        max_bytes: Size of a sample of the text; all of it unless given.
     """
     if bos not in (None, "first"):
         raise UnknownName("bos option", bos, ["first"])
-    corpus = corpora.from_files([Path(t) for t in texts]) if texts else embedded(max_bytes)
+    corpus = corpora.from_files([Path(t) for t in texts], max_bytes=max_bytes) if texts else embedded(max_bytes)
     training = (document.text for document in corpus.split("train"))
     data = TextData(corpus, train_tokenizer(training, vocabulary or PRESETS["tiny"].vocabulary), bos)
-    if root is not None:
-        data.save(root)
-    return data
+    return data if root is None else data.save(root)
 
 
 def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = None) -> Data:
@@ -407,4 +426,5 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
 @lru_cache(maxsize=4)  # tokenising a corpus again for each checkpoint would cost more than measuring
 def _text_data(folder: Path | None, tokenizer: Path, changed: int, bos: Any) -> TextData:
     """Return the corpus of a folder (None: the embedded text) with a tokenizer that `changed` at this time."""
-    return TextData(embedded() if folder is None else corpora.load_corpus(folder), Tokenizer.load(tokenizer), bos)
+    corpus = embedded() if folder is None else corpora.load_corpus(folder)
+    return TextData(corpus, Tokenizer.load(tokenizer), bos, folder=folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench import distributed
 from workbench.checkpoints.saving import weights_hash
 from workbench.config import ModelConfig
-from workbench.data.corpus import Corpus, is_dataset, read_documents
+from workbench.data.corpus import Corpus, is_named, read_documents
 from workbench.data.sources import Sample, TextData, TokenData, read_tokens
 from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.files import local
@@ -149,7 +149,7 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
     if isinstance(data, Tensor | np.ndarray | list | tuple):
         return _ids(data, T)
     # Path.exists raises for texts too long to be a name
-    if isinstance(data, str) and not (is_dataset(data) or (data and os.path.exists(data))):  # noqa: PTH110
+    if isinstance(data, str) and not (is_named(data) or (data and os.path.exists(data))):  # noqa: PTH110
         if not any(c.isspace() for c in data) and local(data).suffix in FILES:
             raise BadData(f"{data} does not exist; give text, or the path of a file that is there")
         return _ids([_tokenizer(subject, "text").encode(data)], T, "text")

@@ -95,7 +95,6 @@ def sizes(run: StudyRun) -> tuple[ModelConfig, TrainConfig]:
 def prepare_data(run: StudyRun) -> dict[str, Any]:
     """Return the description of a run's data, with its vocabulary `d_vocab`; texts are tokenised and stored beside the runs."""
     from workbench.checkpoints.hub import offline
-    from workbench.data.corpus import is_dataset
     from workbench.data.sources import BackcopyData, RepeatedData, prepare
 
     written = dict(run.cell.settings["data"])
@@ -105,19 +104,23 @@ def prepare_data(run: StudyRun) -> dict[str, Any]:
     else:
         vocabulary = written.get("vocabulary") or PRESETS[run.study.preset].vocabulary
         vocabulary = min(vocabulary, QUICK_VOCABULARY) if run.quick else vocabulary
-        settings = {"vocabulary": vocabulary, "bos": written.get("bos")}
+        settings = {
+            "vocabulary": vocabulary,
+            "bos": written.get("bos"),
+            "max_bytes": QUICK_BYTES if run.quick else None,
+        }
         runs = Path(run.runs)
         if texts := written.get("texts"):
             try:
                 with offline():  # a study file may be another's
                     data = prepare(texts=texts, root=runs / CORPORA, **settings)
             except BadData as error:
-                if not any(map(is_dataset, texts)):
+                if not any(str(text).startswith("datasets:") for text in texts):
                     raise
                 cure = "a study reads data sets from this machine's cache: fetch it once with datasets.load_dataset"
                 raise BadData(f"{error}; {cure}") from error
         else:
-            data = shared_text(runs, max_bytes=QUICK_BYTES if run.quick else None, **settings)
+            data = shared_text(runs, **settings)
     return data.describe() | {"d_vocab": data.d_vocab}
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
-from workbench.data.corpus import is_dataset
+from workbench.data.corpus import is_named
 from workbench.errors import BadData, UnknownName
 from workbench.files import read_text
 from workbench.places import studies
@@ -184,7 +184,7 @@ def _cells(raw: Mapping[str, Any], file: Path) -> Iterator[Cell]:
                 settings[section] = merged
             if "texts" in (data := settings["data"]):  # paths are as seen from the study file; names of data sets stay
                 texts = _list("texts", data["texts"])
-                data["texts"] = [t if is_dataset(t) else str((file.parent / t).resolve()) for t in texts]
+                data["texts"] = [t if is_named(t) else str((file.parent / t).resolve()) for t in texts]
             yield Cell(
                 model=" ".join([entry.get("name", entry["architecture"]), *labels]), baseline=entry.get("baseline", raw["baseline"]),
                 architecture=entry["architecture"], point={axis: value for axis, (value, _) in point.items()}, settings=settings,
