@@ -20,7 +20,7 @@ import streamlit as st
 from workbench import plots
 from workbench.environment import BUILDERS, variable
 from workbench.errors import WorkbenchError
-from workbench.plots.browser import find_browser
+from workbench.plots.image_export import find_browser
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
 from workbench.views.source import checkpoint_key

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.observing.interception.segments import SeenMasks
+from workbench.observing.interception.documents_and_labels import SeenMasks
 
 T = 8
 QUERY, KEY = torch.arange(T)[:, None], torch.arange(T)[None]

@@ -240,7 +240,7 @@ def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
 
 @pytest.mark.slow
 def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
-    from workbench.plots.browser import find_browser
+    from workbench.plots.image_export import find_browser
 
     if find_browser() is None:
         pytest.skip("no browser to draw with; `make browser` installs one")

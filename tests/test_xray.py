@@ -11,7 +11,7 @@ from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
-from workbench.plots.browser import find_browser, screenshot
+from workbench.plots.image_export import find_browser, screenshot
 from workbench.reports import xray as xrays
 from workbench.reports.xray_sentences import concentration_text, residual_text, sinks_text, token_share_text
 from workbench.runs.records import records

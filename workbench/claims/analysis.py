@@ -82,7 +82,7 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
 
     Raises `WorkbenchError` if pictures are asked for and there is no browser; the pages are written before that.
     """
-    from workbench.plots.browser import save_figure
+    from workbench.plots.image_export import save_figure
 
     written = []
     drawn = [(j.claim.name, j.figure, j.shown) for j in analysis.judged if j.figure is not None]

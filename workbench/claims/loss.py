@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step, best_rates
+from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
 from workbench.claims.published import beside_published
-from workbench.claims.registry import PAPER, RESFORMERS, SCALED, TESTED, claim, tokens_per_parameter
+from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import RATES, intervals_text, listed, model_name, seeds_note, share
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_documents

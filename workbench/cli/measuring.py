@@ -141,7 +141,7 @@ def xray_report_command(
 ) -> None:
     """Answer four questions about one model: attention concentration, sinks, token share of deep values, value residual."""
     from workbench.console import note, print_json, progress, say
-    from workbench.plots.browser import find_browser
+    from workbench.plots.image_export import find_browser
     from workbench.reports.xray import xray as answer
     from workbench.runs.run import runs_folder
     from workbench.storage.locations import locate

@@ -26,7 +26,7 @@ from workbench.metrics.base import AXES
 from workbench.models.hook_points import read_only
 from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS, stream_hook
-from workbench.observing.interception.segments import Segments, weighted_mean
+from workbench.observing.interception.documents_and_labels import Segments, weighted_mean
 
 WHOLE = ("logits", "tokens", "counted")
 """Inputs of metrics that belong to a sequence, not to a hook point."""

@@ -32,6 +32,7 @@ from workbench.models.hook_points import HookPoint, is_hooked, submodules
 from workbench.models.hooked import HookedModel, Hooks
 from workbench.names import is_statistic, layer_of, stream_hook
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
+from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
 from workbench.observing.interception.function_mode import (
     Failed,
     PreservedState,
@@ -40,7 +41,6 @@ from workbench.observing.interception.function_mode import (
     remove_module_hooks,
 )
 from workbench.observing.interception.positions import Positions
-from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.interception.tensor_layouts import get_at, ids_among
 from workbench.observing.interception.weights import is_sharded, offloaded
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints

@@ -24,8 +24,8 @@ from workbench import plots
 from workbench.console import Progress, notebook_html
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.names import ACTIVATIONS
-from workbench.plots.browser import screenshot
 from workbench.plots.experiments import after_the_first
+from workbench.plots.image_export import screenshot
 from workbench.plots.page import Page, heading, numbers_html, paragraph
 from workbench.reports.xray_sentences import ALMOST, SENTENCES, TOKEN, TokenName, pm, residual_text, sinks_text
 from workbench.runs.records import facts

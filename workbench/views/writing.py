@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
-from workbench.plots.browser import save_figure
+from workbench.plots.image_export import save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
+from workbench.observing.interception.documents_and_labels import Segments
 from workbench.observing.interception.positions import Beside
 from workbench.observing.interception.product_calls import as_written
-from workbench.observing.interception.segments import Segments
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 NOTHING = "hides every position"

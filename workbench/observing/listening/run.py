@@ -17,10 +17,10 @@ from workbench.errors import WorkbenchError
 from workbench.models.hook_points import HookPoint, frozen_copy, has_hooks, may_write, refuse_graph
 from workbench.names import NULL, STATISTICS, is_statistic
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
+from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
 from workbench.observing.interception.function_mode import Failed, InterceptionMode
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
-from workbench.observing.interception.segments import SeenMasks, Segments
 from workbench.observing.listening.checkpoints import follow_checkpoints
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
 from workbench.observing.recognition.executions import LOOKUP, MATRIX

@@ -25,7 +25,7 @@ from workbench.kernels.switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
 from workbench.metrics.weights import PARTS, part_of
 from workbench.names import ACTIVATIONS, NamedHookPoints, before_branching, stream_hook
-from workbench.observing.interception.segments import SeenMasks, Segments, weighted_mean
+from workbench.observing.interception.documents_and_labels import SeenMasks, Segments, weighted_mean
 from workbench.observing.interception.tensor_layouts import ids_among
 from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
 
