@@ -115,12 +115,14 @@ def test_names_of_measures_are_read_without_pytorch():
     assert set(measures()) == {*METRICS, *INTERVENTIONS}
 
 
+COMMAND = (
+    "import sys, runpy\nsys.argv = ['workbench', *sys.argv[1:]]\n"
+    "try: runpy.run_module('workbench', run_name='__main__')\nexcept SystemExit: pass\n"
+)
+
+
 def test_errors_in_arguments_need_no_torch():
-    code = (
-        "import sys, runpy\nsys.argv = ['workbench', *sys.argv[1:]]\n"
-        "try: runpy.run_module('workbench', run_name='__main__')\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'transformer_lens'} & set(sys.modules)"
-    )
+    code = COMMAND + "assert not {'torch', 'transformer_lens'} & set(sys.modules)"
     for arguments, words in (
         (["--help"], ""),
         (["train", "transformer", "--device", "tpu"], "unknown device"),
@@ -222,3 +224,19 @@ def test_a_taken_port_is_refused_naming_the_option(tmp_path):
         done = run("app", "--runs", tmp_path, "--port", busy.getsockname()[1])
     assert done.returncode == 2
     assert "--port" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_xray_imports_no_library_that_it_does_not_use(one_run, tmp_path):
+    """Most of these take longer to import than a small model to measure."""
+    unused = {
+        "transformers", "transformer_lens", "datasets", "accelerate", "scipy", "huggingface_hub.errors", "torch._dynamo", "sympy",
+        "streamlit", "requests", "workbench.training.loop", "workbench.claims.judging",
+    }  # fmt: skip
+    code = f"{COMMAND}print('imported:', *sorted({unused} & set(sys.modules)))"
+    arguments = ["xray", one_run / "small", "--no-png", "--out", tmp_path / "page.html"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "page.html").exists()
+    assert done.stdout.splitlines()[-1] == "imported:"

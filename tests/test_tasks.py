@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from workbench.data import sources
 from workbench.data.sources import BackcopyData, RepeatedData, open_data
-from workbench.data.tasks import SHARPNESS, backcopy_tokens, repeated_tokens
+from workbench.data.tasks import SHARPNESS, backcopy_tokens, repeated_tokens, task_generator
 from workbench.errors import BadData, UnknownName
 
 
@@ -100,8 +101,8 @@ def test_a_certain_chain_copies_by_hand() -> None:
     for one, other in ((0, 1), (1, 2), (2, 3), (3, 1)):
         chain[one, other] = 1.0
     triggers = torch.tensor([False, False, False, True])
-    ids = backcopy_tokens(2, 9, chain, triggers, generator=torch.Generator().manual_seed(0))
-    assert ids.tolist() == [[0, 1, 2, 3, 2, 3, 2, 3, 2]] * 2
+    ids = backcopy_tokens(2, 9, chain, triggers, generators=[torch.Generator().manual_seed(0)])
+    assert ids.tolist() == [[[0, 1, 2, 3, 2, 3, 2, 3, 2]] * 2]
     assert ids.dtype == torch.int64
 
 
@@ -129,14 +130,16 @@ def test_a_chain_that_would_copy_the_start_is_refused() -> None:
         chain = torch.zeros(3, 3)
         chain[pair] = 1.0
         with pytest.raises(BadData, match="START"):
-            backcopy_tokens(1, 4, chain, triggers, generator=torch.Generator())
+            backcopy_tokens(1, 4, chain, triggers, generators=[torch.Generator()])
     for said, batch, T in (("batch is 0", 0, 4), ("T is 1", 1, 1)):
         with pytest.raises(BadData, match=said):
-            backcopy_tokens(batch, T, torch.eye(3), torch.zeros(3, dtype=torch.bool), generator=torch.Generator())
+            backcopy_tokens(batch, T, torch.eye(3), torch.zeros(3, dtype=torch.bool), generators=[torch.Generator()])
     least = backcopy_tokens(
-        1, 2, torch.tensor([[0, 1.0], [0, 1.0]]), torch.zeros(2, dtype=torch.bool), generator=torch.Generator()
+        1, 2, torch.tensor([[0, 1.0], [0, 1.0]]), torch.zeros(2, dtype=torch.bool), generators=[torch.Generator()]
     )
-    assert least.tolist() == [[0, 1]]
+    assert least.tolist() == [[[0, 1]]]
+    with pytest.raises(BadData, match="no next token"):
+        backcopy_tokens(1, 4, torch.zeros(3, 3), triggers, generators=[torch.Generator()])
 
 
 def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() -> None:
@@ -182,3 +185,23 @@ def test_a_task_has_one_domain(data):
     assert data.sample(2, 8, domain=data.kind).hash == data.sample(2, 8).hash
     with pytest.raises(UnknownName, match="unknown domain 'code'"):
         data.sample(2, 8, domain="code")
+
+
+def test_batches_of_a_chain_equal_torch_multinomial_and_are_drawn_once_for_models_of_one_seed(monkeypatch) -> None:
+    """Each next token is the draw of `torch.multinomial`, and a block of steps serves every model of the seed."""
+    task, size, T = BackcopyData(12, 3), 5, 9
+    for step in (0, 1, 17):
+        generator, ids = task_generator("backcopy", 4, step), torch.zeros(size, T, dtype=torch.int64)
+        for t in range(1, T):
+            last = ids[:, t - 1]
+            drawn = torch.multinomial(task.chain[last], 1, generator=generator)[:, 0]
+            ids[:, t] = torch.where(last >= 9, ids[:, max(t - 2, 0)], drawn)
+        assert torch.equal(task.batch(step, size, T, 4), ids)
+    calls = []
+    monkeypatch.setattr(
+        sources, "backcopy_tokens", lambda *given, **more: calls.append(given) or backcopy_tokens(*given, **more)
+    )
+    for _ in range(2):
+        for step in range(40):
+            BackcopyData(13, 3).batch(step, size, T, 4)
+    assert len(calls) == 3, "blocks of 16 steps, for two models"

@@ -1,4 +1,7 @@
-"""Models of the Hub in this machine's cache, by name, as `EleutherAI/pythia-70m@step1000`; only `download` uses the network."""
+"""Models of the Hub in this machine's cache, by name, as `EleutherAI/pythia-70m@step1000`; only `download` uses the network.
+
+The Hub's client is imported where it is used: most commands open local files, and it loads slowly.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import CachedRepoInfo, CacheNotFound, HfApi, constants, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants
 
 from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, suggest
 from workbench.places import SHIPPED
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
 
 BESIDE = ("*.json", "*.model", "*.txt")  # a model's configuration and its tokenizer
 NAME = re.compile(r"(?P<repo>[\w-][\w.-]*(?:/[\w-][\w.-]*)?)(?:@(?P<revision>[\w.*?/-]+))?")
@@ -59,6 +64,9 @@ def snapshot(name: str) -> Path | None:
     named = split(name)
     if named is None or any(sign in named[1] for sign in "*?"):
         return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(named[0], revision=named[1], local_files_only=True))
     except LocalEntryNotFoundError as error:
@@ -105,6 +113,9 @@ def revisions(name: str) -> dict[str, Path]:
 
 def download(name: str) -> list[Path]:
     """Download `NAME`, `NAME@REVISION` or the revisions of `NAME@PATTERN` into the cache; raises `BadCheckpoint` if it fails."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     if (named := split(name)) is None:
         raise BadCheckpoint(f"{name} is no name of the Hub, as gpt2 or EleutherAI/pythia-70m@step1000")
     repo, revision, api = *named, HfApi()
@@ -135,6 +146,8 @@ def names() -> list[str]:
 
 
 def _cached() -> Iterable[CachedRepoInfo]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
     try:
         return scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:

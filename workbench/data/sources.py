@@ -246,19 +246,21 @@ class BackcopyData(_TokensAlone):
     def _is_trigger(self, tokens: Tensor) -> Tensor:
         return tokens >= self.vocabulary - self.triggers
 
-    def _drawn(self, n: int, T: int, generator: torch.Generator) -> Tensor:
+    def drawn(self, n: int, T: int, generators: Sequence[torch.Generator]) -> Tensor:
+        """Return n sequences for each generator: [generator, n, T]."""
         without, triggers = int(not self.start), self._is_trigger(torch.arange(self.vocabulary))
-        return backcopy_tokens(n, T + without, self.chain, triggers, generator=generator)[:, without:]
+        return backcopy_tokens(n, T + without, self.chain, triggers, generators=generators)[..., without:]
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         check_numbers(step=(step, 0), seed=(seed, 0))
-        return self._drawn(size, T, task_generator("backcopy", seed, step))
+        steps = min(max(MOST_NOISE // max(size * T * self.vocabulary, 1), 1), BLOCK)
+        return _backcopy_batches(self, step // steps, steps, size, T, seed)[step % steps].long()
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return sequences, each a document, apart from all training steps."""
         self._refuse_other(domain)
         check_numbers(seed=(seed, 0))
-        ids = self._drawn(n, T, task_generator("backcopy validation", seed))
+        ids = self.drawn(n, T, [task_generator("backcopy validation", seed)])[0]
         return Sample(ids, range(n), "validation", "backcopy", self)
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
@@ -268,6 +270,15 @@ class BackcopyData(_TokensAlone):
 
     def describe(self) -> dict[str, Any]:
         return self._described(triggers=self.triggers, bos="first" if self.start else None)
+
+
+BLOCK, MOST_NOISE = 16, 2**20  # steps that are drawn at once, and random numbers for them
+
+
+@lru_cache(maxsize=96)  # 1,536 steps, for the next model of the same seed in this process
+def _backcopy_batches(data: BackcopyData, block: int, steps: int, size: int, T: int, seed: int) -> Tensor:
+    generators = [task_generator("backcopy", seed, step) for step in range(block * steps, (block + 1) * steps)]
+    return data.drawn(size, T, generators).int()
 
 
 HEADERS = {20240520: (1, 2), 20240801: (7, 4)}  # magic -> (version, bytes of an id), as llm.c and modded-nanogpt write

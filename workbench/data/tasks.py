@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import string
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.errors import BadData
@@ -41,23 +42,39 @@ SHARPNESS = 2.0  # standard deviation of the chain's log odds: most rows have a 
 
 
 def backcopy_tokens(
-    batch: int, T: int, chain: torch.Tensor, triggers: torch.Tensor, *, generator: torch.Generator
+    batch: int, T: int, chain: torch.Tensor, triggers: torch.Tensor, *, generators: Sequence[torch.Generator]
 ) -> torch.Tensor:
-    """Return sequences of a bigram chain, in which the token before a trigger follows the trigger: int64 [batch, T].
+    """Return one batch for each generator of a bigram chain with triggers: int64 [generator, batch, T].
 
-    Token 0 is START. `chain` [vocabulary, vocabulary] has the probability of the next token (column) after each token (row). It must not
-    lead to START, nor from START to a trigger. `triggers` [vocabulary] marks the trigger tokens.
+    The token before a trigger follows the trigger. Several batches at once take less time than one by one, and equal them.
+
+    Args:
+        batch: Sequences of a batch.
+        T: Tokens of a sequence. Token 0 is START.
+        chain: Probability of the next token (column) after each token (row): [vocabulary, vocabulary]. It must not lead to START, nor from
+            START to a trigger.
+        triggers: Whether each token is a trigger: [vocabulary].
+        generators: One random generator for each batch.
+
+    Raises:
+        BadData: A size is too small, or the chain leads to START or from START to a trigger.
     """
     import torch
 
     check_numbers(batch=(batch, 1), T=(T, 2))
     if bool(chain[:, START].any()) or bool(chain[START, triggers].any()):
         raise BadData("the chain leads to START, or from START to a trigger; give those pairs probability 0")
-    ids = torch.full((batch, T), START)
+    if not bool((chain.sum(1) > 0).all()):
+        raise BadData("a row of the chain has no next token; give one a positive probability")
+    noise = torch.empty(len(generators), T - 1, batch, len(chain))
+    for generator, drawn in zip(generators, noise, strict=True):
+        for position in drawn:
+            position.exponential_(generator=generator)
+    ids = torch.full((len(generators), batch, T), START)
     for t in range(1, T):
-        last = ids[:, t - 1]
-        drawn = torch.multinomial(chain[last], 1, generator=generator)[:, 0]
-        ids[:, t] = torch.where(triggers[last], ids[:, max(t - 2, 0)], drawn)
+        last = ids[..., t - 1]
+        follower = (chain[last] / noise[:, t - 1]).argmax(-1)  # as torch.multinomial draws one token
+        ids[..., t] = torch.where(triggers[last], ids[..., max(t - 2, 0)], follower)
     return ids
 
 

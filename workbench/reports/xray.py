@@ -145,9 +145,7 @@ def xray(
     Runs the model at most seven times on the documents, unless `layers` asks for more. Measures that a model does not expose
     get an answer with the reason. Raises `BadData` where the model has neither tokenizer nor data.
     """
-    # torch and TransformerLens, which a page of stored records does not need
-    from workbench.measurement.measuring import measure
-    from workbench.observing.recognition.value_paths import paths_in_words
+    from workbench.measurement.measuring import measure  # torch, which a page of stored records does not need
 
     subject = run_or_model(thing, device)
     given = f" --text {data}" if isinstance(data, str | Path) else ""
@@ -176,6 +174,8 @@ def xray(
     where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
     fitted, path = getattr(subject, "fitted_paths", None), None
     if fitted is not None and all(one.exact for one in fitted if one.into == "value"):
+        from workbench.observing.recognition.value_paths import paths_in_words
+
         path = paths_in_words(fitted)
     result = answers(frame, _reasons(subject, data), path, token_name(subject))
     coverage = "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)

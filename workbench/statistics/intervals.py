@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
-from scipy import special
 
 from workbench.errors import BadData
 
@@ -39,6 +38,8 @@ def confidence() -> str:
 
 def t_quantile(degrees: float, error: float | None = None) -> float:
     """Return the two-sided quantile of Student's t distribution at an error level, by default 1 - `LEVEL`."""
+    from scipy import special  # loads slowly, and one model's figures need no intervals over seeds
+
     return -float(special.stdtrit(degrees, (significance() if error is None else error) / 2))
 
 
@@ -111,6 +112,8 @@ def over_seeds(values: Sequence[float] | np.ndarray | pd.Series) -> Interval:
     seeds = tuple(map(str, values.index)) if isinstance(values, pd.Series) and values.index.name == "seed" else ()
     if not error:
         return Interval(mean, mean, mean, len(x), float(mean == 0), each, seeds)
+    from scipy import special
+
     half = float(special.stdtrit(degrees, (1 + LEVEL) / 2)) * error  # `ttest_1samp` warns if all seeds are nearly equal
     p = 2 * float(special.stdtr(degrees, -abs(mean) / error))
     return Interval(mean, mean - half, mean + half, len(x), p, each, seeds)

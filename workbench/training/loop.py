@@ -126,7 +126,8 @@ class Telemetry:
         if self.rows:
             frame = records(self.rows)
             write_parquet(frame, self.run.path / "telemetry" / f"{self.begin:06d}-{end:06d}.parquet")
-            send_rows(self.trackers, frame)
+            if self.trackers:
+                send_rows(self.trackers, frame)
         self.rows, self.pending, self.begin = [], [], end
 
     def merge(self) -> None:
@@ -274,7 +275,11 @@ class _Loop:
         self.run, self.data, self.accelerator, self.grid, self.progress = run, data, accelerator, grid, progress
         self.config, self.main = run.train, accelerator.is_main_process
         self.bare: Transformer = build(run.architecture, run.model, seed=run.seed, **options)
-        self.model, self.optimiser = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
+        self.model, prepared = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
+        self.optimiser: torch.optim.AdamW = (
+            prepared.optimizer
+        )  # without loss scaling accelerate's wrapper only adds time
+        self.parameters = dict(self.bare.named_parameters())
         self.telemetry, self.step, self.stop, self.sent = Telemetry(run), 0, False, True
         self.samples = {d: data.sample(self.config.validation_sequences, self.config.T, domain=d) for d in data.domains}
         self._restore()
@@ -299,7 +304,7 @@ class _Loop:
                     continue
                 rate = (self.step - since) * self.config.batch * self.config.T / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), self.step
-                size = float(torch.nn.utils.get_total_norm(self.bare.parameters()))
+                size = float(torch.nn.utils.get_total_norm(self.parameters.values()))
                 if not math.isfinite(float(loss) + size):  # before anything of it is written
                     state = f"the loss is {float(loss)} and the weights' norm {size} at step {self.step}"
                     raise WorkbenchError(f"{self.run.name}: {state}; lower lr={self.config.lr}")
@@ -329,8 +334,8 @@ class _Loop:
         per_token = self.model(tokens, return_type="loss", loss_per_token=True)
         loss = per_token.mean()
         self.optimiser.zero_grad(set_to_none=True)
-        self.accelerator.backward(loss)
-        gradients = {n: p.grad for n, p in self.bare.named_parameters() if p.grad is not None}
+        loss.backward()
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
         readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
         if self.accelerator.num_processes > 1:
@@ -349,7 +354,7 @@ class _Loop:
                         if not math.isnan(value):
                             self.telemetry.add(step, "coefficient", value, part=part, layer=layer, unit="weight")
         if config.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.bare.parameters(), config.clip, total)
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), config.clip, total)
         self.optimiser.step()
         return loss.detach()
 
@@ -375,10 +380,9 @@ class _Loop:
             for metric, value in self.data.readings(losses, sample.ids.to(losses.device)).items():
                 self.telemetry.add(self.step, metric, value, variant="validation", **axes)
         ids = sample.ids[:4].to(self.accelerator.device)
-        names, weights = zip(*self.bare.named_parameters(), strict=True)
         with torch.enable_grad():
-            gradients = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), weights)
-        self._note_gradients(dict(zip(names, gradients, strict=True)), "output")
+            gradients = torch.autograd.grad(self.bare(ids).max(-1).values.mean(), list(self.parameters.values()))
+        self._note_gradients(dict(zip(self.parameters, gradients, strict=True)), "output")
         self.bare.train()
 
     def _keep_checkpoint(self) -> None:
@@ -417,7 +421,7 @@ class _Loop:
         tensors = {"rng.cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        for name, parameter in self.bare.named_parameters():
+        for name, parameter in self.parameters.items():
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimiser.state[parameter].items():
                 tensors[f"{key}.{name}"] = value.detach().reshape(value.shape)
@@ -435,7 +439,7 @@ class _Loop:
                 if "sum" in metadata and metadata["sum"] != _checksum(tensors):
                     raise ValueError("its checksum is wrong")
                 with torch.no_grad():
-                    for name, parameter in self.bare.named_parameters():
+                    for name, parameter in self.parameters.items():
                         parameter.copy_(tensors[f"model.{name}"])
                         keys = ("step", "exp_avg", "exp_avg_sq")
                         moments = {k: tensors[f"{k}.{name}"].to(parameter.device) for k in keys}
