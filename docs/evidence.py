@@ -49,7 +49,7 @@ So the loss of short runs measures how fast a model starts and how large its val
 
 A gain of the first layer's values is supported only if the control lacks it. The control halves its values and adds nothing of the first
 layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay the sink and do not prevent it. The lead in learning to
-copy persists against the same control ([induction.md](induction.md)).
+copy persists against the same control, and against first-layer values of another sequence ([induction.md](induction.md)).
 
 **At 50 tokens per parameter nothing of the lead is left** (study `losses50`: 4 layers of width 32, 116,000 parameters, 5 seeds, each model
 at its best of 5 rates on a seed that is not reported):
