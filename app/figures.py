@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import shlex
 import tempfile
 from collections import OrderedDict
@@ -29,15 +30,20 @@ from workbench.views.writing import caption_of, picture
 from . import background, widgets
 from .cached_source import cached_source
 from .elements import figure as element
+from .selection import OF_MODELS
 
 FOLLOW_RUNS = ("start", "training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
-OF_MODELS = ("attention", "prompt", "intervene")
-"""Pages that read models A and B, and no other run."""
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
 TABLE_PX = 300
-WIDTHS = {"one column": 600, "two columns": 1000}  # pixels of pictures for a paper
+WIDTHS = {"Single column": 600, "Double column": 1000}  # pixels of pictures for a paper
+CHIP = re.compile(r"T = [\d, ]+|n = [\d to]+ documents|[\d to]+ seeds?( per model)?")
+CHIPS = {
+    "T = ": "Tokens of each document", "documents": "Documents that are measured",
+    "seed": "Trained models of each architecture, each with its own initial weights and batches; one says nothing about architectures",
+}  # fmt: skip
+"""Parts of a subtitle that are shown as chips: a word of them, and what it means."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,13 @@ def chart(
         if corner is not None:
             corner()
     if under:
-        st.caption(widgets.escaped(under))
+        parts = under.split("; ")
+        with st.container(horizontal=True, gap="xsmall", vertical_alignment="center", key=f"under_{key}"):
+            if rest := "; ".join(p for p in parts if not CHIP.fullmatch(p)):
+                st.caption(widgets.typeset(rest), width="content")
+            for part in filter(CHIP.fullmatch, parts):
+                about = next(words for begin, words in CHIPS.items() if begin in part)
+                st.badge(part.removesuffix(" per model"), color="gray", help=about)
     element.draw_figure(packed, key, take)
 
 
@@ -159,7 +171,7 @@ def _with_menu(
     with st.container(key=f"whole_{name}", gap=None):
         chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about))
         if drawing.sentence:
-            st.markdown(widgets.escaped(drawing.sentence))
+            st.markdown(widgets.typeset(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table, problems))
 
 
@@ -202,62 +214,76 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
         return timelapse(view, cached_source(), link, progress)
 
     name = view.__name__
-    panel = st.popover("Figure", icon=":material/more_vert:", type="tertiary", on_change="rerun", key=f"open_{name}",
+    panel: Any = st.popover("Figure", icon=":material/more_vert:", type="tertiary", on_change="rerun", key=f"open_{name}",
                        help="Files, link, command, definition, numbers, time-lapse")  # fmt: skip
     if not panel.open:
         return
     with panel:
-        if about:
-            st.markdown(about)
-        _files(link, drawing, name)
-        left, right = st.columns([4, 1], vertical_alignment="bottom")
-        note = left.text_input("Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept")
-        if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
-            try:
-                pins.add(cached_source().folder, link, name, note)
-            except WorkbenchError as error:
-                st.warning(widgets.escaped(error))
-            else:
-                st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
-        st.caption("Link")
-        st.code(link_address(link), language=None, wrap_lines=True)
-        st.caption("Command (.svg, .png, .html, .csv, .parquet)")
-        st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
-        st.caption("Notebook cell")
-        st.code(
-            "from pathlib import Path\n\nfrom workbench.views import Link, Source, drawings\n\n"
-            f"source, link = Source(Path({str(cached_source().folder)!r})), Link.parse({str(link)!r})\n"
-            f"[(_, drawing)] = drawings(source, link, {name!r})\n"
-            "drawing.figure  # and drawing.table",
-            language="python", wrap_lines=True,
-        )  # fmt: skip
-        measures = list(drawing.table["metric"].dropna().unique()[:4]) if "metric" in drawing.table else []
-        if measures:
-            definitions = st.expander("Definition, baseline, caution", on_change="rerun", key=f"about_{name}")
-            if definitions.open:  # the registry needs PyTorch
-                with definitions:
-                    for measure in measures:
-                        st.markdown(f"**{widgets.escaped(measure)}**")
-                        st.text(depth.about(str(measure)) or "Logged by training; no description.")
-        if st.toggle("Play over checkpoints", key=f"play_{name}"):
-            key = ("timelapse", name, *_state(cached_source(), link))
-            try:
-                played: Drawing = background.run(key, "Drawing every checkpoint", work)
-            except WorkbenchError as error:
-                st.info(widgets.escaped(error))
-            except background.Running:
-                pass
-            else:
-                chart(played, f"lapse_{name}")
-                st.download_button(
-                    "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
-                    key=f"lapse_html_{name}", on_click="ignore",
-                )  # fmt: skip
-                st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
-        st.dataframe(
-            plots.table(drawing.table), width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}",
-            alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
-        )  # fmt: skip
+        saving, code, numbers = st.tabs(["Save", "Code", "Numbers"], key=f"menu_{name}", on_change="rerun")
+        if code.open:
+            with code:
+                _code(link, name)
+        elif numbers.open:
+            numbers.dataframe(
+                plots.table(drawing.table), width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}",
+                alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+            )  # fmt: skip
+        with saving:
+            _files(link, drawing, name)
+            left, right = st.columns([3, 1], vertical_alignment="bottom")
+            note = left.text_input(
+                "Note", key=f"note_{name}", max_chars=pins.MAX_NOTE, placeholder="for the page Kept, with #tags"
+            )
+            if right.button("Keep", icon=":material/push_pin:", key=f"keep_{name}", width="stretch"):
+                try:
+                    pins.add(cached_source().folder, link, name, note)
+                except WorkbenchError as error:
+                    st.warning(widgets.escaped(error))
+                else:
+                    st.toast("Kept; see the page Kept.", icon=":material/push_pin:")
+            if about:
+                st.caption(about)
+            if "metric" in drawing.table:
+                panel = st.expander("Definition, baseline, caution", on_change="rerun", key=f"about_{name}")
+                definition_of(list(drawing.table["metric"].dropna().unique()[:4]), panel)
+            if st.toggle("Play over checkpoints", key=f"play_{name}"):
+                key = ("timelapse", name, *_state(cached_source(), link))
+                try:
+                    played: Drawing = background.run(key, "Drawing every checkpoint", work)
+                except WorkbenchError as error:
+                    st.info(widgets.escaped(error))
+                except background.Running:
+                    pass
+                else:
+                    chart(played, f"lapse_{name}")
+                    st.download_button(
+                        "Time-lapse (HTML)", lambda: plots.html(played.figure, whole=True), f"{name}-steps.html", "text/html",
+                        key=f"lapse_html_{name}", on_click="ignore",
+                    )  # fmt: skip
+                    st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
+
+
+def definition_of(measures: list[str], panel: Any) -> None:
+    """Definitions of measures with their baselines and cautions, read only while the panel is open: the registry needs PyTorch."""
+    for measure in measures if panel.open else ():
+        panel.markdown(f"**{widgets.escaped(measure)}**")
+        panel.text(depth.about(str(measure)) or "Logged by training; no description.")
+
+
+def _code(link: Link, name: str) -> None:
+    """The link, the command and the notebook cell of a figure."""
+    st.caption("Link")
+    st.code(link_address(link), language=None, wrap_lines=True)
+    st.caption("Command (.svg, .png, .html, .csv, .parquet)")
+    st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
+    st.caption("Notebook cell")
+    st.code(
+        "from pathlib import Path\n\nfrom workbench.views import Link, Source, drawings\n\n"
+        f"source, link = Source(Path({str(cached_source().folder)!r})), Link.parse({str(link)!r})\n"
+        f"[(_, drawing)] = drawings(source, link, {name!r})\n"
+        "drawing.figure  # and drawing.table",
+        language="python", wrap_lines=True,
+    )  # fmt: skip
 
 
 def _files(link: Link, drawing: Drawing, name: str) -> None:
@@ -276,17 +302,17 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
 
     no_browser, widths = find_browser() is None, list(WIDTHS)
     key = f"width_{name}"
-    width = str(st.segmented_control("Width of pictures", widths, default=widths[1], required=True, key=key))
-    buttons: list[tuple[str, str, str, Callable[[], bytes | str]]] = [
-        ("SVG", "svg", "image/svg+xml", lambda: image("svg", "white")),
-        ("PNG", "png", "image/png", lambda: image("png", "white")),
-        ("PNG, transparent", "png", "image/png", lambda: image("png", "rgba(0,0,0,0)")),
-        ("Numbers (CSV)", "csv", "text/csv", table), ("Figure (HTML)", "html", "text/html", page),
+    width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[1], required=True, key=key))
+    buttons: list[tuple[str, str, str, str, Callable[[], bytes | str]]] = [
+        ("SVG", "shape_line", "svg", "image/svg+xml", lambda: image("svg", "white")),
+        ("PNG", "image", "png", "image/png", lambda: image("png", "white")),
+        ("PNG, transparent", "background_replace", "png", "image/png", lambda: image("png", "rgba(0,0,0,0)")),
+        ("Numbers (CSV)", "table", "csv", "text/csv", table), ("Figure (HTML)", "html", "html", "text/html", page),
     ]  # fmt: skip
     with st.container(horizontal=True, gap="xsmall"):
-        for label, ending, kind, make in buttons:
+        for label, icon, ending, kind, make in buttons:
             off = no_browser and kind.startswith("image")
             st.download_button(
-                label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off,
-                help=NO_BROWSER if off else None,
+                label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off, type="tertiary",
+                icon=f":material/{icon}:", help=NO_BROWSER if off else None,
             )  # fmt: skip

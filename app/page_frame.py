@@ -20,7 +20,7 @@ from workbench.views.link import PAGES
 from . import background, widgets
 from .cached_source import cached_source
 from .figures import command, link_address, show
-from .selection import choose_link
+from .selection import choose_link, offer_weights
 
 MAX_FACTS = 500
 FIGURE_PX, PANELS_PX = 440, 560  # least width of a figure, of one of several panels beside each other
@@ -37,10 +37,9 @@ def page(
         choose: Draws the selection and returns the link.
     """
     st.session_state["drawn"], st.session_state["told"] = [], {}
-    with toolbar("header"):
-        st.title(PAGES[name].title, width="content", anchor=False)
-        with st.popover("About", icon=":material/help:", type="tertiary"):
-            st.markdown(about)
+    header = toolbar("header")
+    titled(PAGES[name].title, about)
+    with header:
         try:
             link = choose(name)
         except BaseException:
@@ -55,7 +54,8 @@ def page(
     try:
         body(link)
     except WorkbenchError as error:
-        st.info(widgets.escaped(error))
+        st.info(widgets.escaped(str(error)[:1].upper() + str(error)[1:]))
+        offer_weights(link)
     except background.Running:
         pass
     for words in st.session_state["told"]:
@@ -88,6 +88,21 @@ def page(
                     continue
                 st.markdown(widgets.escaped(subject.title))
                 st.dataframe(checks, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check")
+
+
+def titled(title: str, about: str) -> None:
+    """A row with the page's title, to which `controls()` adds the page's own controls."""
+    st.session_state["controls"] = toolbar("controls")
+    with controls():
+        st.title(title, width="content", anchor=False)
+        with st.popover("About", icon=":material/help:", type="tertiary"):
+            st.markdown(about)
+
+
+def controls() -> DeltaGenerator:
+    """The row of the page's title and controls."""
+    row: DeltaGenerator = st.session_state["controls"]
+    return row
 
 
 def toolbar(key: str) -> DeltaGenerator:

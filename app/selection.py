@@ -15,49 +15,63 @@ from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
-from workbench.views.base import ONE_SEED
-from workbench.views.link import split_list
+from workbench.views.link import PAGES, split_list
 from workbench.views.source import facets, run_name
 
 from . import widgets
 from .cached_source import cached_source
 
-MODEL_PX, STEP_PX = 170, 120
+EXPERIMENT_PX, MODEL_PX, STEP_PX = 225, 155, 90
 FIRST = 8  # series that are drawn by default, and most that are shown as pills
-OF_ALL_RUNS = ("training", "heads")
-"""Pages that show all models of the experiment unless two are compared."""
+OF_MODELS, OF_ALL_RUNS = ("attention", "prompt", "intervene"), ("training", "heads")
+"""Pages that read models A and B and no other run; pages that show all models of the experiment unless two are compared."""
+CONTENT = {"repeated": "repeated tokens", "backcopy": "back-copy", "recorded": "recordings", "log": "training logs"}
+"""The data of an experiment in short, by its kind."""
 
 
-def choose_link(page: str, *, models: bool = True, experiment: str | None = None) -> Link | None:
-    """Draw the selection and return the page's link with every option; None if there are no runs.
+def choose_link(page: str, *, uses: str = "models", experiment: str | None = None) -> Link | None:
+    """Draw the selection, the same row on every page, and return the page's link with every option; None if there are no runs.
 
     Args:
-        models: Whether the page shows models, or the experiment alone.
+        uses: What the page shows: "models", the "experiment" alone, or "nothing" of the selection. Controls that are not used are disabled.
         experiment: Default experiment.
     """
-    source = cached_source()
+    source, group, ready = cached_source(), None, list[Entry]()
     groups = source.catalogue().groups
-    if not groups:
-        return None
-    with st.sidebar:
+    link = Link(page) if page not in PAGES else widgets.current_link(page)
+    if groups and uses != "nothing":
         group = _experiment(page, groups, experiment)
-    link = widgets.current_link(page).but(set=group)
-    if not models:
-        return link
-    ready = [e for e in groups[group] if e.steps]
-    if not ready:
-        return link.but(a=None, b=None, step=None, step_b=None, compare=None)
+        link = link.but(set=group)
+        ready = [e for e in groups[group] if e.steps and uses == "models"]
+    else:
+        widgets.unused("Experiment", "all runs" if groups else "none", EXPERIMENT_PX)
+    others = [e for e in source.catalogue().entries if e.steps and e.group != group]
     compared = st.query_params.get("compare") == "1"
-    if compared or page not in OF_ALL_RUNS:
-        link = _model(link, "a", "step", "Model A", ready, "resformer")
-    help_text = "With a second model or step: every page then shows A, B and A − B"
-    if not widgets.toggle("Compare", "compare", help=help_text):
-        return link.but(compare=None, b=None, step_b=None)
-    others = ready + [e for e in source.catalogue().entries if e.steps and e.group != group]
-    link = _model(link.but(compare=1), "b", "step_b", "Model B", others, "transformer", follow="step")
-    if page != "depth" and len({s.entry.architecture for s in source.subjects(link)}) > 1:  # Depth adds the other seeds
-        st.badge(ONE_SEED, icon=":material/warning:", color="orange")
-    return link
+    if ready and (compared or page not in OF_ALL_RUNS):
+        link = _model(link, "a", "step", "Model A", ready, "resformer", others)
+    else:
+        widgets.unused("Model A", "all models" if ready else "not used" if others else "none", MODEL_PX)
+        widgets.unused("Step of A", "last" if ready else "", STEP_PX)
+    if widgets.toggle("Compare", "compare", disabled=not ready) and ready:
+        link = _model(link.but(compare=1), "b", "step_b", "Model B", ready, "transformer", others, follow="step")
+    else:
+        widgets.unused("Model B", "none", MODEL_PX)
+        widgets.unused("Step of B", "", STEP_PX)
+        if ready:
+            link = link.but(compare=None, b=None, step_b=None)
+    if group is not None and uses == "models" and not ready:
+        link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
+    return link if groups else None
+
+
+def offer_weights(link: Link) -> None:
+    """On a page of models, a link to an experiment with weights if this one has none."""
+    runs = cached_source().catalogue()
+    ready = [e for e in runs.entries if e.steps]
+    if link.page in OF_MODELS and ready and not any(e.steps for e in runs.groups.get(link.text("set") or "", ())):
+        entry = max(ready, key=lambda e: (e.kind == "text", e.architecture == "resformer"))
+        label = f"{PAGES[link.page].title} of {run_name(entry)}: {entry.title}"
+        widgets.page_link(link.page, label, ":material/arrow_forward:", set=entry.group, a=entry.name)
 
 
 def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) -> str:
@@ -68,42 +82,56 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
     apart = source.keep(("told apart", known), lambda: differing_settings(groups))
-    names = {}
+    names, shapes = {}, {}
     for group, runs in groups.items():
-        folder = Path(runs[0].path).parent
+        shapes[group] = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
         imported = ", ".join(e.name for e in runs[:2]) + (" …" if len(runs) > 2 else "") if runs[0].imported else ""
-        names[group] = folder.name if is_study(folder) else imported or runs[0].kind
-    alike = Counter(names.values())
+        names[group] = imported or CONTENT.get(runs[0].kind, runs[0].kind)
+    alike = Counter((names[group], shapes[group]) for group in groups)
 
     def words(group: str) -> str:
-        runs = groups[group]
-        models, seeds = len({e.series for e in runs}), len({e.seed for e in runs})
-        shape = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
-        more = apart[group] if alike[names[group]] > 1 else ""
-        many = f"{models} model{'s' * (models > 1)}, {seeds} seed{'s' * (seeds > 1)}"
-        return ", ".join(filter(None, (names[group], shape, more))) + f": {many}"
+        """The content, the shape, what differs from others of both, and the counts; then the study."""
+        runs, folder = groups[group], Path(groups[group][0].path).parent
+        counts = {"model": len({e.series for e in runs}), "seed": len({e.seed for e in runs})}
+        more = apart[group] if alike[names[group], shapes[group]] > 1 else ""
+        parts = (names[group], shapes[group], more, *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()))
+        return ", ".join(filter(None, parts)) + (f" ({folder.name})" if is_study(folder) else "")
 
     group = str(widgets.choose(
-        "Experiment", "set", list(groups), default, show=words, help="Runs with one data set, shape and recipe, which may be compared",
+        "Experiment", "set", list(groups), default, show=words, width=EXPERIMENT_PX,
         clears=("a", "step", "b", "step_b", "by", "find", "models"),
     ))  # fmt: skip
     title = groups[group][0].title
     more = [part for part in apart[group].split(", ") if part and part not in title]
-    st.caption(widgets.escaped(", ".join([title, *more])))
-    if not any(e.steps for e in groups[group]):
-        kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
-        shipped = all(e.shipped for e in groups[group]) and "Shipped with the project: records, no weights."
-        st.caption(shipped or kinds.get(groups[group][0].kind, "No checkpoint yet."))
+    kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
+    shipped = all(e.shipped for e in groups[group]) and "Shipped with the project: records, no weights."
+    absent = shipped or kinds.get(groups[group][0].kind, "No checkpoint yet.")
+    with st.sidebar:
+        st.caption(widgets.escaped(", ".join([title, *more])))
+        if not any(e.steps for e in groups[group]):
+            st.caption(absent)
     return group
 
 
 def _model(
-    link: Link, key: str, step_key: str, words: str, runs: list[Entry], prefer: str, follow: str | None = None
-) -> Link:
-    entries = {e.name: e for e in runs}
+    link: Link, key: str, step_key: str, words: str, runs: list[Entry], prefer: str, others: list[Entry], follow: str | None = None
+) -> Link:  # fmt: skip
+    """A model and its step: of the experiment, or one of `others`, which for A changes the experiment."""
+    entries = {e.name: e for e in (*runs, *others)}
     default = next((e.name for e in runs if e.architecture == prefer), runs[0].name)
 
-    name = widgets.choose(words, key, list(entries), default, show=lambda n: run_name(entries[n]), width=MODEL_PX)
+    def show(name: str) -> str:
+        entry = entries[name]
+        return (
+            run_name(entry)
+            if entry.group == runs[0].group
+            else f"{run_name(entry)}, {CONTENT.get(entry.kind, entry.kind)}"
+        )
+
+    def clears(name: str) -> Sequence[str]:
+        return ("set", "by", "find", "models") if key == "a" and entries[name].group != runs[0].group else ()
+
+    name = widgets.choose(words, key, list(entries), default, show=show, width=MODEL_PX, clears=clears)
     before, st.session_state[f"shown_{key}"] = st.session_state.get(f"shown_{key}"), name
     known = {e.name for e in cached_source().catalogue().entries}
     if before not in (None, name, *known) and key not in st.query_params:  # a default that the address never named

@@ -27,6 +27,11 @@ MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of an ignored optio
 FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 
+def typeset(text: object) -> str:
+    """A sentence escaped for Markdown, with true minus signs."""
+    return escaped(re.sub(r"(?<![\w.)])-(?=[\d.])", "−", str(text)))
+
+
 def spaced(name: str) -> str:
     """A registered name as text."""
     return name.replace("_", " ")
@@ -49,20 +54,30 @@ def warn_ignored(label: str, asked: object, choices: Sequence[Any] = ()) -> None
     st.session_state.setdefault("told", {})[message] = None
 
 
-def _mirror(key: str, write: Callable[[Any], str], clears: Sequence[str] = ()) -> None:
+Clears = Sequence[str] | Callable[[Any], Sequence[str]]
+"""Keys that leave the URL with an old option, or a function of the new option that returns them."""
+
+
+def _mirror(key: str, write: Callable[[Any], str], clears: Clears = ()) -> None:
     value = st.session_state[f"w_{key}"]
-    update_url(**dict.fromkeys(clears), **{key: None if value is None else write(value)})
+    gone = clears(value) if callable(clears) else clears
+    update_url(**dict.fromkeys(gone), **{key: None if value is None else write(value)})
+
+
+def unused(label: str, value: str, width: Any = "stretch") -> None:
+    """A control in its usual place that has nothing to choose; `value` says what is shown."""
+    st.session_state[f"off_{label}"] = value
+    st.text_input(label, key=f"off_{label}", disabled=True, width=width)
 
 
 def choose(
     label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
-    slider: bool = False, only_if_many: bool = False, clears: Sequence[str] = (), elsewhere: Sequence[str] = (), **kwargs: Any,
+    slider: bool = False, only_if_many: bool = False, clears: Clears = (), elsewhere: Sequence[str] = (), **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A select box (or slider) over options, mirrored in the URL under `key`; returns None without options.
 
     Args:
         only_if_many: Draw nothing for a single option.
-        clears: Keys that are removed from the URL with the old option.
         elsewhere: Values of the key on other pages; the default replaces them without a warning.
     """
     if not options:
@@ -75,7 +90,7 @@ def choose(
         return options[0]
     st.session_state[f"w_{key}"] = texts.get(asked or "", default)
     if slider and len(options) < 2:
-        st.caption(f"{label}: {show(options[0])}")
+        unused(label, show(options[0]), kwargs.get("width", "stretch"))
         return options[0]
     widget: Any = st.select_slider if slider else st.selectbox
     return widget(
@@ -91,7 +106,7 @@ def choose_variant(variants: Sequence[Any], default: Any) -> Any:
 
 def choose_spread() -> str:
     """The error bars of curves over seeds."""
-    return str(choose("Error bars", "spread", list(SPREADS), show=SPREADS.__getitem__, width=150))
+    return str(choose("Error bars", "spread", list(SPREADS), show=SPREADS.__getitem__))
 
 
 def distinct_labels(options: Sequence[Any], show: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -159,10 +174,10 @@ def update_url(**changes: Any) -> None:
     st.query_params.from_dict({k: v for k, v in kept.items() if v is not None})
 
 
-def toggle(label: str, key: str, *, help: str | None = None) -> bool:  # noqa: A002 - Streamlit's word
+def toggle(label: str, key: str, **kwargs: Any) -> bool:
     """A toggle, mirrored in the URL as 0 or 1; off by default."""
     st.session_state[f"w_{key}"] = st.query_params.get(key) == "1"
-    return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), help=help)
+    return st.toggle(label, key=f"w_{key}", on_change=_mirror, args=(key, lambda on: str(int(on))), **kwargs)
 
 
 def text_line(

@@ -7,16 +7,18 @@ from app_pages import said
 from workbench.runs.run import Run
 
 
-def test_nothing_is_changed_until_a_change_is_made_and_what_is_chosen_is_announced(browse, populated):
+def test_nothing_is_changed_until_a_change_is_made_and_a_chosen_edit_is_previewed(browse, populated):
     at = browse(populated, "intervene", a="text-resformer-s0")
-    assert "Not applied yet" not in said(at)
+    assert "Preview" not in said(at)
     assert [h.value for h in at.header] == ["Loss per token, no edit", "Next token"]
     assert "edits" not in at.query_params
     at.selectbox(key="w_kind").set_value("sink").run()
-    assert "Not applied yet: **sink**" in said(at)
+    assert "Preview of **sink**" in said(at)
+    assert [h.value for h in at.header] == ["Loss change per token", "Next token, before and after"]
+    assert "edits" not in at.query_params
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink", ["sink"])
-    assert "Not applied yet" not in said(at)
+    assert "Preview" not in said(at)
     at.multiselect(key="edit_layers").set_value([1]).run()
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink;sink:layer=1", ["sink;sink:layer=1"])

@@ -39,7 +39,7 @@ FOCUS = """
 @pytest.mark.parametrize(
     ("address", "figures", "names"),
     [
-        ("depth?metric=sink_mass", 2, ["Collapse sidebar", "Experiment", "Model A", "Step of A", "Measure", "Relative depth"]),
+        ("depth?metric=sink_mass", 2, ["Collapse sidebar", "Experiment", "Model A", "Step of A", "Measure", "More"]),
         ("attention?layer=1&head=0", 0, ["Text", "Layer", "Head", "More", "Whole prompt"]),
     ],
 )  # fmt: skip
@@ -84,9 +84,12 @@ def test_keys_alone_change_the_view_and_the_address(opened, server):
     page.wait_for_url("**models=**")
     assert page.evaluate("document.activeElement.textContent") == "ResFormer", "the focus stays"
     page.keyboard.press("Escape")
+    page.get_by_role("button", name="More").focus()
+    page.keyboard.press("Enter")
     page.get_by_role("switch", name="Relative depth").focus()
     page.keyboard.press("Space")
     page.wait_for_url("**depth=1**")
+    page.keyboard.press("Escape")
     page.get_by_role("combobox", name="Measure").focus()
     page.keyboard.type("sink rate")
     page.keyboard.press("Enter")

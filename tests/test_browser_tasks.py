@@ -159,7 +159,7 @@ def test_a_figure_for_a_paper_takes_two_clicks(at, tmp_path):
     page, click = at("depth?metric=token_identity_share&site=own_v")
     click(page.get_by_role("button", name="Figure").first)
     with page.expect_download() as file:
-        click(page.get_by_role("button", name="SVG", exact=True))
+        click(page.get_by_role("button", name="SVG"))
     file.value.save_as(tmp_path / "figure.svg")
     drawn = (tmp_path / "figure.svg").read_text(encoding="utf-8")
     assert "Token identity share" in drawn

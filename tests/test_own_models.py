@@ -108,7 +108,7 @@ def test_the_page_takes_the_logits_of_another_librarys_model_apart(another, brow
     run, _ = another
     at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")
     assert len(charts(at)) == 1
-    assert any("sum of the parts" in said.value for said in at.markdown)
+    assert any("the parts sum to" in said.value for said in at.markdown)
 
 
 def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):

@@ -36,6 +36,17 @@ def test_a_pin_is_kept_once_redrawn_and_let_go(folder):
     assert pins.pins(folder) == []
 
 
+def test_tags_of_runs_and_of_notes_are_kept_beside_one_another(tmp_path):
+    pins.tag_run(tmp_path, "one", "#baseline  seed baseline")
+    pins.add(tmp_path, DEPTH, "layers", "for the #paper, not the #talk-2")
+    pins.tag_run(tmp_path, "two", "odd")
+    assert pins.run_tags(tmp_path) == {"one": "baseline seed", "two": "odd"}
+    pins.tag_run(tmp_path, "two", " ")
+    assert pins.run_tags(tmp_path) == {"one": "baseline seed"}
+    (pin,) = pins.pins(tmp_path)
+    assert pins.tags_of(pin) == {"paper", "talk-2"}
+
+
 def test_what_cannot_be_drawn_any_more_is_said_and_the_rest_stands(folder):
     pins.add(folder, DEPTH, "layers", "<b>bold</b> claim")
     pins.add(folder, Link.parse("depth?metric=gone"), "layers")

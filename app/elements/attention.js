@@ -62,7 +62,7 @@ const cellOf = (edges, token) => { // the cell of a token, null where the map do
   return after < 1 ? null : after - 1;
 };
 const tall = () => window.innerHeight - 260; // what is left below the header and the controls
-const AROUND = 140; // a map's title and readout, its bars and the names of its keys
+const MAP = 760, AROUND = 200; // most pixels of a map; its title and readout, its bars and the names of its keys
 const signed = (v) => (v > 0 ? "+" : "") + number(v);
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class View {
   // ---- all heads
 
   drawHeads(width) {
-    const { panels, colours, whole, root } = this.data, shown = panels.filter((p) => p.tiles);
+    const { panels, colours, whole, root, own } = this.data, shown = panels.filter((p) => p.tiles);
     this.heads.replaceChildren();
     made("h2", "", this.heads, "All heads (click to enlarge)");
     const row = made("div", width < NARROW ? "panels narrow" : "panels", this.heads);
@@ -186,8 +186,9 @@ class View {
         name.style.height = `${size}px`;
         for (let head = 0; head < heads; head++) {
           const n = layer * heads + head, cells = rows * columns, from = n * cells;
+          const tile = panel.tiles.subarray(from, from + cells), most = own ? largest(tile) || 1 : limit;
           const picture = coloured(
-            panel.tiles.subarray(from, from + cells), rows, columns, panel.signed ? -limit : 0, limit,
+            tile, rows, columns, panel.signed ? -most : 0, most,
             panel.signed ? colours.diverging : colours.sequential, root,
           );
           stamped(context, picture, head * size, (layers - 1 - layer) * size, size - 2, size - 2);
@@ -201,7 +202,8 @@ class View {
         name.style.width = `${size}px`;
       }
       made("div", "axis", box, "layers upwards, heads to the right");
-      this.legend(box, panel, panel.signed ? -limit : 0, limit, "share of attention");
+      if (own) made("div", "axis", box, "brightest: each head's own largest weight");
+      else this.legend(box, panel, panel.signed ? -limit : 0, limit, "share of attention");
       this.drawNumbers(box, panel);
     });
   }
@@ -284,7 +286,7 @@ class View {
     const ticked = panels.filter((_, i) => i === 0 || !minus).length; // the same tokens are named once
     const narrow = width < NARROW; // one below the other, each with its names
     const side = narrow ? width - TICKS - 4 : Math.floor((width - ticked * TICKS - GUTTER * (panels.length - 1) - 4) / panels.length);
-    this.side = Math.max(120, Math.min(620, tall() - AROUND, side));
+    this.side = Math.max(120, Math.min(MAP, window.innerHeight - AROUND, side));
     const top = whole ? 1 : Math.max(...panels.filter((p) => !p.signed).map((p) => p.scale[1]));
     const most = Math.max(...panels.filter((p) => !p.signed).map((p) => Math.max(largest(p.received), largest(p.received_evenly))));
     panels.forEach((panel, i) => this.drawMap(row, panel, i, top, most, narrow || i === 0 || !minus));

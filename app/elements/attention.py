@@ -50,7 +50,8 @@ def packed_attention(choice: Choice, patterns: list[Seen], caption: str) -> byte
     room = Room()
     header = {
         "layer": choice.layer, "head": choice.head, "layers": choice.layers, "heads": choice.heads,
-        "whole": choice.scale == "one", "root": choice.scale == "root", "lock": choice.lock, "key": choice.key,
+        "whole": choice.scale == "one", "root": choice.scale == "root", "own": choice.scale == "head",
+        "lock": choice.lock, "key": choice.key,
         "mean": choice.pool == "mean", "minus": len(patterns) == 2 and choice.alike, "cell": cell_words(choice, patterns), "said": caption,
         "colours": {"sequential": room.add(colour_table(SEQUENTIAL)), "diverging": room.add(colour_table(DIVERGING)),
                     "minus": plots.colour(plots.MINUS)},

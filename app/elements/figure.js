@@ -9,7 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
-const NARROW = 600, PANEL = 300, BETWEEN = 90; // pixels: of a figure, of each panel more that stands beside another, between two below each other
+const NARROW = 600, PANEL = 300, BETWEEN = 90, LINE = 17, MOST = 8, LEAST = 270; // pixels: of a figure, of each panel more that stands beside another, between two below each other
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -57,7 +57,9 @@ class Figure {
       this.least /= columns;
     }
     layout.width = this.width = this.room();
-    if (layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
+    squared(layout);
+    this.ends = atEnds(data, layout);
+    if (!this.ends && layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
     this.plot.style.height = `${layout.height}px`;
     layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
     layout.template = { layout: {
@@ -71,9 +73,23 @@ class Figure {
     } else await window.Plotly.react(this.plot, data, layout, STILL);
     this.plays = Boolean(frames);
     this.drawn = text;
+    await this.nameLines();
     this.mark([]);
     this.admit();
     this.reveal();
+  }
+
+  async nameLines() { // at the lines' ends, in the order of their last numbers, none over another
+    if (!this.ends) return;
+    const { yaxis, annotations } = this.plot._fullLayout, { _length: high } = yaxis, own = annotations.filter(({ name }) => name !== "line");
+    const names = this.ends.map((trace) => ({ ...trace, y: Math.max(0, Math.min(high, yaxis.c2p(yaxis.d2c(trace.last)))) }));
+    names.sort((a, b) => a.y - b.y);
+    names.forEach((line, i) => (line.y = Math.max(line.y, i ? names[i - 1].y + LINE : 0)));
+    names.reverse().forEach((line, i) => (line.y = Math.min(line.y, i ? names[i - 1].y - LINE : high)));
+    const notes = names.map(({ name, mark, y }) => ({
+      name: "line", text: `${mark} ${name}`, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1 - y / high, xanchor: "left", align: "left", xshift: 4,
+    }));
+    await window.Plotly.relayout(this.plot, { annotations: [...own.map((note) => note._input ?? note), ...notes] });
   }
 
   admit() { // keys scroll what is wider than its place, and choose a point where a click does
@@ -198,6 +214,32 @@ function stacked(layout) { // panels beside each other, where there is no room f
   if (layout.legend?.y < 0) layout.legend.y *= tall / whole;
   layout.height += whole - tall;
 }
+
+function squared(layout) { // square maps that are narrower than high leave no room above and below them
+  const axes = Object.keys(layout).filter((key) => key.startsWith("yaxis")).map((key) => layout[key]), { margin } = layout;
+  if (!axes.length || !axes.every(({ scaleanchor }) => scaleanchor)) return;
+  const rows = new Set(axes.map(({ domain }) => domain?.[0] ?? 0)).size, wide = (layout.width - margin.l - margin.r) / abreast(layout);
+  layout.height = Math.min(layout.height, margin.t + margin.b + rows * (wide + BETWEEN));
+}
+
+function atEnds(data, layout) { // the lines that are named where they end, if a figure has one panel, few lines and room; else nothing
+  if (abreast(layout) > 1 || Object.keys(layout).some((key) => /^[xy]axis\d/.test(key)) || layout.updatemenus || layout.showlegend === false) return null;
+  const named = data.filter(({ showlegend, name }) => showlegend !== false && name);
+  if (named.some(({ type, mode }) => type !== "scatter" || !/lines/.test(mode))) return null;
+  const last = ({ y }) => Array.from(decoded(y)).findLast(Number.isFinite);
+  const lines = [...new Map(named.map((trace) => [trace.name, trace])).values()].filter((trace) => last(trace) !== undefined); // the subtitle says what the others are
+  if (!lines.length || lines.length > MOST) return null;
+  const room = 24 + 6.6 * Math.max(...lines.map(({ name }) => name.length));
+  if (layout.width - (layout.margin?.l ?? 80) - room < LEAST) return null;
+  if (layout.legend?.orientation === "h" && layout.legend.yref === "container") (layout.height -= 30), (layout.margin.b -= 30);
+  layout.showlegend = false;
+  layout.margin.r = room;
+  const dash = { dot: "┈", dash: "╌", dashdot: "┄" };
+  return lines.map((t) => ({ name: t.name, last: last(t), mark: `<span style="color:${t.line?.color ?? t.marker?.color}">${dash[t.line?.dash] ?? "●"}</span>` }));
+}
+
+const decoded = (values) => values?.bdata ? new KINDS[values.dtype](Uint8Array.from(atob(values.bdata), (c) => c.charCodeAt(0)).buffer) : values ?? [];
+const KINDS = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, i1: Int8Array, u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 
 function under(data, layout) { // a legend beside a narrow figure takes its place; below it, it does not
   const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);

@@ -48,7 +48,7 @@ def attention_page(link: Link) -> None:
     bare = link.but(**dict.fromkeys(("layer", "head", "queries", "keys", "lock", "scale", "pool", "branch", *CELL)))
     ready(bare, "Running the model", attention.attention_options)
     with right:
-        with toolbar("controls"):
+        with toolbar("options"):
             link = _choices(bare)
         strip = st.container()
     ready(link, "Reading the attention of every head", attention.seen)

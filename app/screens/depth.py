@@ -16,9 +16,9 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
-from ..figures import show
+from ..figures import definition_of, show
 from ..measuring import measure_box
-from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
+from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
 from ..prompt_box import OF_A_PROMPT
 from ..selection import choose_models
 
@@ -30,7 +30,7 @@ ABOUT = (
 
 
 def depth_page(link: Link) -> None:
-    with toolbar("controls"):
+    with controls():
         if not link.on("compare"):
             link = choose_models(link)
         link, options = _choices(link)
@@ -100,6 +100,9 @@ def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
     options = depth.depth_options(source, bare)
     metric = widgets.choose("Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200)
+    definition_of(
+        [metric], st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
+    )
     bare = bare.but(metric=metric)
     options = depth.depth_options(source, bare)
     if options.sites:
@@ -108,10 +111,11 @@ def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     bare = bare.but(variant=widgets.choose_variant(options.variants, options.variant))
     options = depth.depth_options(source, bare)
     form = widgets.choose("View", "view", options.forms, options.form, show=depth.FORMS.__getitem__, width=150)
-    if not link.on("compare"):
-        bare = bare.but(seed=widgets.choose("Seed", "seed", options.seeds, "all", width=90))
-    spread = widgets.choose_spread()
-    relative = widgets.toggle("Relative depth", "depth", help="0: first layer, 1: last layer")
+    with st.popover("More", icon=":material/tune:"):
+        if not link.on("compare"):
+            bare = bare.but(seed=widgets.choose("Seed", "seed", options.seeds, "all"))
+        spread = widgets.choose_spread()
+        relative = widgets.toggle("Relative depth", "depth", help="0: first layer, 1: last layer")
     return bare.but(view=form, spread=spread, depth=1 if relative else None), replace(options, form=form)
 
 

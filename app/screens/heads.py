@@ -14,8 +14,8 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
-from ..figures import show
-from ..page_frame import page, toolbar
+from ..figures import definition_of, show
+from ..page_frame import controls, page
 from ..prompt_box import OF_A_PROMPT
 from ..selection import choose_models
 
@@ -42,7 +42,7 @@ def heads_page(link: Link) -> None:
         in_group = a in {e.name for e in source.group(link)}
         step = link.text("step") if "step" in st.query_params else None
         link = link.but(a=a if in_group else None, step=step)
-    with toolbar("controls"):
+    with controls():
         if not link.on("compare"):
             link = choose_models(link)
         link, picked = _choices(link)
@@ -102,6 +102,9 @@ def _choices(link: Link) -> tuple[Link, heads.RunHead]:
     if asked in of_layers:
         words = widgets.spaced(asked).capitalize()
         st.caption(f"{words} is not measured per head; ranked by {widgets.spaced(metric)}.")
+    definition_of(
+        [metric], st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
+    )
     bare = bare.but(metric=metric)
     options = heads.head_options(source, bare)
     if options.sites:

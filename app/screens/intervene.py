@@ -18,7 +18,7 @@ from ..cached_source import cached_source
 from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import ready, show
-from ..page_frame import figures_side_by_side, page, toolbar
+from ..page_frame import controls, figures_side_by_side, page, toolbar
 from ..prompt_box import choose_token, prompt_box, take_example
 
 ABOUT = (
@@ -37,11 +37,13 @@ OF = {"loss": "loss of the text", "logit": "logit of a token", "probability": "p
 POSITION = "Patched position"
 EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of controls
 PARTS = {"effect": "Edits", "sweep": "Sweep", "patching": "Patching"}
+MAX_NOW = 6  # trained coefficients that are named
 UNTOUCHED = 0.0  # the coefficient before its slider is moved
 
 
 def intervene_page(link: Link) -> None:
-    shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
+    with controls():
+        shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
     left, right = st.columns([2, 5], gap="medium")
     with left:
         link = {"effect": _edit_controls, "sweep": _sweep_controls, "patching": _patch_controls}[shown](
@@ -89,7 +91,21 @@ def _edit_controls(link: Link) -> Link:
     no_heads = not intervene.has_heads(kind)
     second.multiselect("Heads", list(range(entry.n_heads)), key="edit_heads", disabled=no_heads, placeholder="all")
     if kind.startswith("coefficient"):
-        st.slider("Coefficient", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
+        st.slider(
+            "Coefficient",
+            -2.0,
+            2.0,
+            UNTOUCHED,
+            0.1,
+            key="edit_value",
+            help="Per layer; the value path's without the own part",
+        )
+        trained = intervene.trained_coefficients(cached_source(), link, kind)
+        layers = st.session_state["edit_layers"] or [n for n, _ in trained]
+        now = [f"λ{n} now {value:.3g}" for n, value in trained if n in layers]
+        st.caption(
+            ", ".join(now[:MAX_NOW]) + (" …" if len(now) > MAX_NOW else "") or "No such coefficient in these layers."
+        )
     edit = _selected()
     first, second = st.columns(2)
     first.button("Apply", key="edit_set", help=f"Only this edit: {edit}", on_click=_apply, width="stretch")
@@ -97,6 +113,11 @@ def _edit_controls(link: Link) -> Link:
         "Add", key="edit_add", help=f"Besides the others: {edit}", on_click=_apply, args=(True,), width="stretch"
     )
     edits = widgets.text_line("Edits as text, joined by ;", "edits", "", help=GRAMMAR)
+    state = st.session_state
+    touched = "kind" in st.query_params or state["edit_layers"] or state["edit_heads"] or state.get("edit_value")
+    if touched and edit not in edits.split(";"):
+        st.caption(f":material/visibility: Preview of **{widgets.escaped(edit)}**. Apply keeps it in the link.")
+        edits = edit
     return _second_text(link.but(edits=edits), intervene.takes_from_second(edits))
 
 
@@ -115,18 +136,12 @@ def _apply(add: bool = False) -> None:
 
 
 def _effect(link: Link) -> None:
-    state, edit = st.session_state, _selected()
-    touched = "kind" in st.query_params or state["edit_layers"] or state["edit_heads"] or state.get("edit_value")
-    stale = touched and edit not in st.query_params.get("edits", "").split(";")
-    with st.container(key="stale" if stale else None):
-        if stale:
-            st.warning(f"Not applied yet: **{widgets.escaped(edit)}**. Select Apply or Add.", icon=":material/history:")
-        with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
+    with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
+        with st.container():
+            drawing = show(intervene.effect, link)
+        if drawing is not None:  # else the reason stands once
             with st.container():
-                drawing = show(intervene.effect, link)
-            if drawing is not None:  # else the reason stands once
-                with st.container():
-                    show(intervene.next_token, link)
+                show(intervene.next_token, link)
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import background, widgets
 from ..cached_source import cached_source
 from ..figures import chart
-from ..page_frame import toolbar
+from ..page_frame import controls, titled, toolbar
+from ..selection import choose_link
 
 ABOUT = "Kept views with their notes, in a file beside the runs. Each is redrawn from the runs as they are now."
 NONE = "No kept views. The menu of any figure keeps it, with a note."
@@ -25,9 +26,9 @@ def main() -> None:
     kept: list[pins.Pin] = []
     widgets.navigation(st.query_params.get("set"))
     with toolbar("header"):
-        st.title("Kept", width="content", anchor=False)
-        with st.popover("About", icon=":material/help:", type="tertiary"):
-            st.markdown(ABOUT)
+        choose_link("kept", uses="nothing")
+    titled("Kept", ABOUT)
+    with controls():
         try:
             kept = pins.pins(source.folder)
         except WorkbenchError as error:
@@ -42,6 +43,9 @@ def main() -> None:
                 st.download_button(label, data, name, kind, on_click="ignore")
     if not kept:
         st.info(NONE)
+    if every := sorted(set().union(*map(pins.tags_of, kept))):
+        wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
+        kept = [pin for pin in kept if wanted <= pins.tags_of(pin)]
     for pin in reversed(kept):
         with st.container(border=True):
             _pin(pin)

@@ -18,7 +18,7 @@ from ..cached_source import cached_source
 from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import show
-from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar
+from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
 from ..prompt_box import choose_token, prompt_box
 
 ABOUT = "One text through the selected model, token by token. Select *Compare* for a second model or step."
@@ -57,6 +57,8 @@ WITHOUT_CLICKS = (prompt.predictions, follow.follow)
 
 
 def prompt_page(link: Link) -> None:
+    with controls():
+        shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
     left, right = st.columns([2, 3])
     with left:
         link = prompt_box(link)
@@ -81,8 +83,7 @@ def prompt_page(link: Link) -> None:
         if match := re.fullmatch(r"(attention|MLP|head) (\d{1,4})", str(point.y)):
             widgets.update_url(**{"head" if match[1] == "head" else "layer": match[2]})
 
-    with toolbar("controls"):
-        shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
+    with toolbar("options"):
         link, views, take = link.but(show=shown, position=at), PART_VIEWS[shown], take_token
         if shown == "layers":
             names = {name: row[0] for name, row in prompt.LENS.items()}

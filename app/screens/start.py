@@ -14,7 +14,7 @@ from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
-from workbench.views import Link, Source, finding, start
+from workbench.views import Link, Source, finding, pins, start
 from workbench.views.base import ONE_SEED
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
@@ -24,7 +24,7 @@ from ..cached_source import cached_source, root
 from ..elements.figure import Point
 from ..figures import Drawn, show
 from ..measuring import measure_box, open_box
-from ..page_frame import FIGURE_PX, figures_side_by_side, page, toolbar, wait_for_own_runs
+from ..page_frame import FIGURE_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
 from ..selection import choose_link
 
 ABOUT = (
@@ -71,11 +71,12 @@ OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of
 
 def start_page(link: Link) -> None:
     parts, first = _parts()
-    shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
+    with controls():
+        shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
     if "show" not in st.query_params:
         words, picture = st.columns([3, 2], vertical_alignment="center")
         words.markdown(INTRODUCTION)
-        picture.image(DIAGRAM, width=440)
+        picture.image(DIAGRAM, width=440, alt="V1, the values of layer 1, is added to the values of every later layer")
         for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
             with column.container(border=True):
                 widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
@@ -92,11 +93,13 @@ def _select(name: str) -> Link | None:
     asked = st.query_params.get("show")
     shown = asked if asked in parts else first
     if shown in ("here", "demo") or (shown == "verdicts" and st.query_params.get("alone") != "1"):
-        return widgets.current_link(name)
+        return choose_link(name, uses="nothing")
     # verdicts are about the experiment of the main result, unless the address names a model
     of_result = shown == "finding" or (shown == "verdicts" and "a" not in st.query_params)
     result = _main_result() if of_result else None
-    return choose_link(name, models=shown == "model", experiment=result.group if result else None)
+    return choose_link(
+        name, uses="models" if shown == "model" else "experiment", experiment=result.group if result else None
+    )
 
 
 def _parts() -> tuple[list[str], str]:
@@ -190,9 +193,17 @@ def _runs(link: Link) -> None:
             widgets.page_link("training", "Training", ":material/trending_down:")
             widgets.page_link("depth", "Measures", ":material/layers:")
             widgets.page_link("start", "Verdicts", ":material/gavel:", show="verdicts", alone="1")
+            _tags_of(asked.name)
     groups = {"each run": [], "model and experiment": ["experiment", "model", "rate", "options", "group"]}
-    with toolbar("controls"):
+    tags = pins.run_tags(source.folder)
+    with toolbar("options"):
         by = groups[str(st.selectbox("Group by", list(groups), key="w_grouping", width=220))]
+        if tags:
+            table["tags"] = table["run"].map(tags).fillna("")
+            every = sorted({tag for words in tags.values() for tag in words.split()})
+            wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
+            table = table[[wanted <= {*words.split()} for words in table["tags"]]]
+    st.session_state["runs_shown"] = list(table["run"])
     if by:
         grouped = table.groupby(by, dropna=False, sort=False)
         losses = grouped["final loss"].agg(["mean", "std"]).add_prefix("final loss, ")
@@ -223,6 +234,26 @@ def _runs(link: Link) -> None:
     st.caption("Final loss: last validation loss (nats), the mean over domains. Measures: number of stored measures.")
 
 
+def _tags_of(run: str) -> None:
+    """The tags of a run, in a box that changes them."""
+
+    def keep() -> None:
+        try:
+            pins.tag_run(cached_source().folder, run, st.session_state[f"tags_{run}"])
+        except WorkbenchError as error:
+            st.toast(widgets.escaped(error))
+
+    st.session_state[f"tags_{run}"] = pins.run_tags(cached_source().folder).get(run, "")
+    st.text_input(
+        "Tags",
+        key=f"tags_{run}",
+        on_change=keep,
+        placeholder="tags, such as baseline",
+        label_visibility="collapsed",
+        width=190,
+    )
+
+
 def _number_columns(table: pd.DataFrame) -> dict[Any, Any]:
     return {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
 
@@ -231,7 +262,7 @@ def take_run() -> None:
     """Select the run of a single selected row; with two rows the page offers to compare them."""
     rows = st.session_state["runs"].selection.rows
     if len(rows) == 1:
-        entry = cached_source().catalogue().entries[rows[0]]
+        entry = cached_source().catalogue().entry(st.session_state["runs_shown"][rows[0]])
         widgets.update_url(set=entry.group, a=entry.name, step=None, models=None, show="here")
 
 
@@ -252,8 +283,8 @@ def _judged(link: Link) -> tuple[start.Judgement, ...]:
 
 def _verdicts(link: Link) -> None:
     source = cached_source()
-    controls = toolbar("controls")
-    with controls:
+    row = toolbar("options")
+    with row:
         about = "Otherwise all runs of the folder, in every setting"
         alone = widgets.toggle("This experiment only", "alone", help=about)
     link = link.but(alone=1 if alone else None)
@@ -268,7 +299,7 @@ def _verdicts(link: Link) -> None:
             st.toast(f"{words}: not decided; the table below gives the reason.")
 
     if decided:
-        with controls:
+        with row:
             claim = widgets.choose(
                 "Claim", "claim", list(decided), width=600,
                 show=lambda n: f"{n.replace('_', ' ')}: {decided[n].verdict.words}",
@@ -327,17 +358,25 @@ def _demo(link: Link) -> None:
     live = bool(status and status.running)
     every = LIVE if live else None
     st.fragment(_progress, run_every=every)(live, _with_heads(source))
-    st.header("1. Attention sinks", anchor=False)
+    if models := start.concentration_models(source):
+        st.header("1. Concentration of attention", anchor=False)
+        st.markdown(
+            _shipped_note(models, "--all")
+            + "**Importance entropy** is low where attention concentrates on few tokens, in nats. "
+            "Does a value residual (ResFormer) change it? The band is the range over seeds."
+        )
+        show(start.concentration_by_layer, link)
+    st.header("2. Attention sinks", anchor=False)
     st.fragment(_sinks, run_every=every)(link)
     st.fragment(_sink_heads)(link)
-    st.header("2. Copying", anchor=False)
+    st.header("3. Copying", anchor=False)
     st.fragment(_race, run_every=every)(link)
     st.fragment(_copying_heads)(link)
-    st.header("3. Token information in deep values", anchor=False)
+    st.header("4. Token information in deep values", anchor=False)
     st.fragment(_deep_values, run_every=every)(link)
     _glossary({e.architecture for e in (*start.demo_runs(source, *start.DEMO), *start.text_models(source))})
     if not live and start.demo_runs(source, *start.DEMO):
-        st.header("4. Verdicts", anchor=False)
+        st.header("5. Verdicts", anchor=False)
         judged = {j.claim.name: j for j in _judged(link.but(alone=None))}
         for name in start.DEMO_CLAIMS:
             _verdict(judged[name], judged[name].verdict.sentence)

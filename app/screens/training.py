@@ -14,7 +14,7 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..figures import show
-from ..page_frame import FIGURE_PX, PANELS_PX, figures_side_by_side, page, toolbar, wait_for_own_runs
+from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
 from ..selection import choose_models
 
 ABOUT = (
@@ -48,12 +48,16 @@ LIVE = 3  # seconds between looks at runs that are being written
 
 def training_page(link: Link) -> None:
     source, compared = cached_source(), link.on("compare")
-    with toolbar("controls"):
+    with controls():
+        first = st.container(width="content")  # the parts keep their place
         link = link if compared else choose_models(link)
         quantities = training.logged_quantities(source, link)
         parts, shown = training.present(quantities), ""
         if parts:
-            shown = widgets.segments("Part", "show", parts, show=PARTS.__getitem__)
+            with first:
+                shown = widgets.segments("Part", "show", parts, show=PARTS.__getitem__)
+    if parts:
+        with toolbar("options"):
             link = _choices(link.but(show=shown), quantities)
     runs = training.runs(source, link)
     live = any(e.being_written for e in runs)

@@ -243,8 +243,10 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
         )  # fmt: skip
         if name == MINUS:
             reach = 1.5 * max(max(map(abs, chances)), 1e-3)
-            figure.update_xaxes(title_text=f"probability, {MINUS}", range=[-reach, reach], row=1, col=i + 1)
+            figure.update_xaxes(
+                title_text=f"probability, {MINUS}", tickformat=".0%", range=[-reach, reach], row=1, col=i + 1
+            )
         else:
-            figure.update_xaxes(title_text="probability", range=[0, 1.15 * largest], row=1, col=i + 1)
+            figure.update_xaxes(title_text="probability", tickformat=".0%", range=[0, 1.15 * largest], row=1, col=i + 1)
     under = "the most probable tokens after the last one; higher: more certain"
     return at_least(dressed(figure, "Next token", under, 280), BARS * len(parts) if len(parts) > 1 else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib.util
 import itertools
 import os
 import re
@@ -31,6 +32,7 @@ PLACES = (
 )
 SECONDS = 60
 SCALES = {"svg": 1, "png": 3}
+FONT = "Source Sans"
 
 
 def find_browser() -> str | None:
@@ -59,12 +61,29 @@ def screenshot(page: Path, out: Path, *, width: int, height: int) -> Path:
     return out
 
 
-def save_figure(page: str, out: Path, *, width: int, height: int) -> Path:
-    """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`."""
+def font_face() -> str:
+    """Return the CSS of the dashboard's font with its file inside, so that a picture carries it; empty without a dashboard."""
+    spec = importlib.util.find_spec("streamlit")
+    files = (
+        sorted(Path(str(spec.origin)).parent.glob("static/static/media/SourceSansVF-Upright*.woff2")) if spec else []
+    )
+    data = [base64.b64encode(file.read_bytes()).decode() for file in files[:1]]
+    return "".join(
+        f"@font-face {{font-family: '{FONT}'; font-weight: 200 900; src: url(data:font/woff2;base64,{d})}}"
+        for d in data
+    )
+
+
+def save_figure(page: str, out: Path, *, width: int, height: int, face: str = "") -> Path:
+    """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
+
+    `face`: CSS of `font_face`, for a figure whose texts are in `FONT`.
+    """
     browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         inside = Path(folder) / "page.html"
-        script = f"<script>{_TO_IMAGE % (kind, width, height, SCALES[kind])}</script></body>"
+        values = FONT, width, height, "true" if kind == "png" else "false", width, height, SCALES[kind]
+        script = f"<style id='face'>{face}</style><script>{_TO_IMAGE % values}</script></body>"
         inside.write_text(page.replace("</body>", script), encoding="utf-8")
         process = _run(browser, folder, inside, "--dump-dom")
         image = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)
@@ -76,10 +95,24 @@ def save_figure(page: str, out: Path, *, width: int, height: int) -> Path:
 
 
 _TO_IMAGE = """
-addEventListener('load', () =>
-  Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: '%s', width: %d, height: %d, scale: %d})
-    .then(url => { const found = document.createElement('textarea'); found.id = 'drawn'; found.textContent = url;
-                   document.body.replaceChildren(found) }))
+addEventListener('load', async () => {
+  const face = document.querySelector('#face').textContent, begin = 'data:image/svg+xml,', written = document.createElement('textarea');
+  if (face) await document.fonts.load("12px '%s'"); // the room for texts is measured in it
+  let url = await Plotly.toImage(document.querySelector('.js-plotly-plot'), {format: 'svg', width: %d, height: %d});
+  const drawn = decodeURIComponent(url.slice(begin.length)).replace(/<svg[^>]*>/, (tag) => tag + (face && `<style>${face}</style>`));
+  url = begin + encodeURIComponent(drawn);
+  if (%s) {
+    const image = new Image(), canvas = document.createElement('canvas'), size = [%d, %d].map((n) => %d * n);
+    image.src = url;
+    await image.decode();
+    [canvas.width, canvas.height] = size;
+    canvas.getContext('2d').drawImage(image, 0, 0, ...size);
+    url = canvas.toDataURL();
+  }
+  written.id = 'drawn';
+  written.textContent = url;
+  document.body.replaceChildren(written);
+})
 """
 
 

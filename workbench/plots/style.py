@@ -232,7 +232,7 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
     """Set title, subtitle, margins and greys that are legible on light and dark pages."""
     title, under = _tame(title), _tame(under)
     lines = under.count("<br>") + 1 if under else 0
-    top = AIR + ROOM + LINE * lines + (26 if figure.layout.annotations else 0)
+    top = AIR + ROOM + LINE * lines + (26 if any(a.yref == "paper" for a in figure.layout.annotations) else 0)
     # properties are set one by one: `update` compares what it nests, which takes ten times as long
     layout = figure.layout
     layout.title = {

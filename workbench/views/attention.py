@@ -19,7 +19,10 @@ from workbench.views.link import Link
 from workbench.views.positions import path_in_words, quoted, short
 from workbench.views.source import RunAtStep, Source
 
-SCALES = {"brightest": "up to the largest weight", "root": "square root, for small weights", "one": "from 0 to 1"}
+SCALES = {
+    "brightest": "up to the largest weight", "head": "up to each head's largest weight", "root": "square root, for small weights",
+    "one": "from 0 to 1",
+}  # fmt: skip
 """The largest weight after the first query, which attends to itself alone."""
 POOLS = {"mean": "sum over its keys", "max": "largest weight"}
 LINEAR = 32
@@ -262,9 +265,13 @@ def overview(source: Source, link: Link) -> Drawing:
     """A small attention map of every head: queries downwards, keys to the right."""
     choice, patterns = seen(source, link)
     parts = [(s.subject.title, s.overview.tiles) for s in patterns]
+    if choice.scale == "head":
+        parts = [(name, maps / np.nanmax(maps, axis=(-2, -1), keepdims=True)) for name, maps in parts]
     alike = choice.alike and len({p[1].shape for p in parts}) == 1
     top = 1.0 if choice.scale == "one" else max(brightest(tiles) for _, tiles in parts)
     figure = figures.tiles(parts, top, root=choice.scale == "root", minus=alike)
+    if choice.scale == "head":
+        figure.update_layout(coloraxis_colorbar_title_text="of the head's largest")
     strongest = []
     for s in patterns:
         sinkiest = s.overview.statistics.sort_values("sink_mass").iloc[-1]

@@ -28,7 +28,8 @@ from workbench.views.source import LETTERS, RunAtStep, Source, run_name
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
 """Default measures, the first that is stored; number of heads in the figure."""
-ENDS = {"highest": "highest first", "lowest": "lowest first"}
+ENDS = {"highest": "highest first", "lowest": "lowest first", "type": "by type"}
+OF_TYPE = 6  # heads of each type in the figure
 DOCUMENTS, MAX_T, PASSAGES = 32, 256, 10
 """Validation documents that are read, most tokens of each, passages that are shown."""
 SINK_DOCUMENTS = 4  # that are read at each checkpoint
@@ -158,10 +159,17 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
         heads = zip(table["whose"], table["layer"], table["head"], strict=True)
         table = table.assign(name=[f"{whose}{plots.DETAIL}L{n} H{h}" for whose, n, h in heads]).drop(columns="whose")
         table = table.sort_values(["run", "tag", "layer", "head"], kind="stable")
-        table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable").reset_index(drop=True)
+        table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable")
         types = head_types(source, _runs(source, link))
-        kinds = [types.get(place, "") for place in zip(table["run"], table["layer"], table["head"], strict=True)]
-        return table.assign(rank=table.index + 1, type=kinds)
+        table["type"] = [
+            types.get(place, "") for place in zip(table["run"], table["layer"], table["head"], strict=True)
+        ]
+        if selected.end == "type":
+            order = [*TYPES, "other", ""]
+            table = table.sort_values("type", key=lambda kinds: kinds.map(order.index), kind="stable")
+            table["name"] = table["type"].where(table["type"] != "", "no type") + ": " + table["name"]
+        table = table.reset_index(drop=True)
+        return table.assign(rank=table.index + 1)
 
     table: pd.DataFrame = source.keep(key, rank)
     return table
@@ -199,15 +207,16 @@ def ranking(source: Source, link: Link) -> Drawing:
     """The heads of all models with the highest or lowest values of a stored measure, beside random init and the baseline."""
     selected = head_options(source, link)
     table = ranked(source, link, selected)
-    top = table.head(TOP)
+    top = table.groupby("type", sort=False).head(OF_TYPE) if selected.end == "type" else table.head(TOP)
     bold = is_picked(top, head_of(source, link, table))
     steps = sorted(int(n) for n in table["step"].unique())
     when = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    of = f" {TOP} of {len(table)} heads" if len(table) > TOP else ""
+    of = f" {len(top)} of {len(table)} heads" if len(table) > len(top) else ""
     spread = "bars: ± standard error over documents" if top["se"].notna().any() else ""
     under = plots.subtitle(table, when, spread, "bold: the selected head" if bold.any() else "")
     axis = str(table["unit"].iloc[0]), plots.reading_direction(table)
-    title = f"{_words(selected).capitalize()}: {selected.end}{of}"
+    end = "by type," if selected.end == "type" and of else ENDS["type"] if selected.end == "type" else selected.end
+    title = f"{_words(selected).capitalize()}: {end}{of}"
     return Drawing(
         figures.ranking_figure(top, title, under, axis, list(bold)), table, _sentence(source, link, table, selected)
     )
@@ -233,6 +242,11 @@ def _sentence(source: Source, link: Link, table: pd.DataFrame, selected: HeadOpt
     asked = len(_runs(source, link))
     absent = 0 if link.on("compare") else asked - runs
     left = f" No records of {absent} of the {asked} runs." if absent else ""
+    if selected.end == "type":
+        counts = ", ".join(
+            f"{n} {kind or 'without a stored type'}" for kind, n in table["type"].value_counts(sort=False).items()
+        )
+        return f"Types of {len(table)} heads of {of}: {counts}.{left}"
     return f"{selected.end.capitalize()} of {len(table)} heads of {of}: {value}{even}{under}{init}.{left}"
 
 

@@ -83,6 +83,20 @@ def edit_text(kind: str, layers: Sequence[int], heads: Sequence[int], value: flo
     return f"{name}:{words}" if words else name
 
 
+def trained_coefficients(source: Source, link: Link, kind: str) -> list[tuple[int, float]]:
+    """Return the trained coefficients (layer, value) of model A that a coefficient edit replaces; those of single tokens are left out."""
+    options = dict(part.split("=") for part in kind.partition(":")[2].split(",") if part)
+    return source.query(_trained, source.subjects(link)[0], source.prompt(link), options.get("path", ""))
+
+
+def _trained(model: Any, _: prompts.Prompt, path: str) -> list[tuple[int, float]]:
+    from workbench.interventions import coefficients
+
+    known = [(c.path, c.layer[0], c.value) for c in coefficients(model) if c.source != "own"]
+    path = path or next((p for p in ("v", "output") if p in {p for p, *_ in known}), "")
+    return [(layer, value) for p, layer, value in known if p == path]
+
+
 def takes_from_second(text: str) -> bool:
     """Return True if an edit reads a second prompt; False for invalid text."""
     try:
@@ -132,6 +146,13 @@ def _alone(answers: Sequence[tuple[RunAtStep, Any]]) -> str:
     return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
 
 
+def _shares(rows: pd.DataFrame, name: str, changed: bool) -> list[str]:
+    """Probabilities in percent, as `98.8 % → 2.1 %` after a change."""
+    form = "{:+.1%}" if name == plots.MINUS else "{:.1%}"
+    before, after = ([form.format(p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
+    return [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if changed else after
+
+
 def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: int = MAX_TOKENS) -> Drawing:
     """Bars of the `most` likeliest next tokens per model, before and after `change` (in words, may be empty)."""
     effects, refused = answers
@@ -149,6 +170,11 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     if alike:
         a, b = (rows[["before", "after"]] for _, _, rows in panels)
         panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
+    largest = {
+        name: float(np.abs(np.nan_to_num(rows[["before", "after"]].to_numpy(dtype=float))).max())
+        for name, _, rows in panels
+    }
+    top = max(value for name, value in largest.items() if name != plots.MINUS)
     figure = make_subplots(
         1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
         horizontal_spacing=0.04 if alike else 0.16,
@@ -159,11 +185,15 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
                 y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
+                text=_shares(rows, name, bool(change)) if when == "after" else None, textposition="outside", cliponaxis=False,
+                textfont_size=11, constraintext="none",
                 hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
             )  # fmt: skip
-        shared = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
+        matched = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
         unit = f"probability, {plots.MINUS}" if name == plots.MINUS else "probability"
-        figure.update_xaxes(title_text=unit, tickformat=".0%", row=1, col=column, **shared)
+        reach = 1.8 * (largest[name] or 1.0)
+        span = [-reach, reach] if name == plots.MINUS else [0, 1.5 * top]
+        figure.update_xaxes(title_text=unit, tickformat=".0%", range=span, row=1, col=column, **matched)
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
     legend = f"pale: before; full: after; {change}; " if change else ""

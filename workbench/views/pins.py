@@ -1,4 +1,4 @@
-"""Pinned views with their notes: one file beside the runs, redrawn from their links."""
+"""Pinned views with their notes, and tags of runs: one file beside the runs; views are redrawn from their links."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from workbench.views.link import Link
 from workbench.views.source import Source
 
 FILE = ".pins.json"
+TAG = re.compile(r"#([\w-]+)")  # in a note
 MAX_NOTE, MAX_PINS = 2000, 200  # characters of a note; pins of a folder
 _LOCK = threading.Lock()
 
@@ -55,6 +56,25 @@ def pins(folder: Path) -> list[Pin]:
     return [Pin(**p) for p in stored or ()]
 
 
+def tags_of(pin: Pin) -> set[str]:
+    """Return the tags of a pin: words of its note that begin with #."""
+    return set(TAG.findall(pin.note))
+
+
+def run_tags(folder: Path) -> dict[str, str]:
+    """Return the tags of runs by name, separated by spaces."""
+    stored = read_json(folder / FILE).get("tags", {}) if (folder / FILE).exists() else {}
+    return {str(run): str(tags) for run, tags in stored.items()} if isinstance(stored, dict) else {}
+
+
+def tag_run(folder: Path, run: str, tags: str) -> None:
+    """Set the tags of a run; none remove it. Raises `WorkbenchError` if the folder is read-only."""
+    with _LOCK:
+        others = {name: old for name, old in run_tags(folder).items() if name != run}
+        words = " ".join(dict.fromkeys(tags[:MAX_NOTE].replace("#", " ").split()))
+        _write(folder, pins(folder), others | ({run: words} if words else {}))
+
+
 def add(folder: Path, link: Link, view: str, note: str = "") -> None:
     """Pin a view, or replace the note of its pin. Raises `WorkbenchError` if the folder is read-only."""
     with _LOCK:
@@ -71,9 +91,10 @@ def remove(folder: Path, pin: Pin) -> None:
         _write(folder, [p for p in pins(folder) if p != pin])
 
 
-def _write(folder: Path, kept: Sequence[Pin]) -> None:
+def _write(folder: Path, kept: Sequence[Pin], tags: dict[str, str] | None = None) -> None:
+    tags = run_tags(folder) if tags is None else tags
     try:
-        write_json(writable(folder / FILE), {"pins": [asdict(p) for p in kept]})
+        write_json(writable(folder / FILE), {"pins": [asdict(p) for p in kept]} | ({"tags": tags} if tags else {}))
     except OSError as error:
         raise WorkbenchError(f"cannot write {folder / FILE}: {error.strerror or error}") from error
 

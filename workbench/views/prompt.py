@@ -190,7 +190,7 @@ def surprise(source: Source, link: Link) -> Drawing:
             x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS), opacity=0.6
         )
     figure.update_yaxes(title_text="loss (nats)")
-    drawn, under = len(lines[0][1]), "-ln of its probability given the tokens before it; lower: more expected"
+    drawn, under = len(lines[0][1]), "−ln of its probability given the tokens before it; lower: more expected"
     if drawn < length:
         first = _window(source, link, lines[0][0], LINE)[0]
         under += f"; positions {first} to {first + drawn - 1} of {length}, around the selected one"
@@ -234,10 +234,10 @@ def attribution(source: Source, link: Link) -> Drawing:
                 raise
             sentences.append(f"{subject.title} is left out: {error}.")
             continue
-        shown = "" if layer is None else f"; the bars sum to {rows['value'].sum():.4f}"
+        shown = "" if layer is None else f"; the bars sum to {rows['value'].sum():.3g}"
         sentences.append(
-            f"{subject.title}: sum of the parts {result.totals['layer']:.4f}, logit {result.logit:.4f} "
-            f"(off by {result.error:.1e}){shown}."
+            f"{subject.title}: the parts sum to {result.totals['layer']:.3g}, the logit is {result.logit:.3g} "
+            f"(difference {result.error:.1e}){shown}."
         )
         sentences += result.notes
         results.append((subject, result, rows))

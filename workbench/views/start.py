@@ -432,6 +432,22 @@ def race(source: Source, link: Link) -> Drawing:
     return Drawing(plots.race_figure(frame), frame)
 
 
+def concentration_models(source: Source) -> list[Entry]:
+    """The Transformers and ResFormers of a shipped study on text."""
+    return _shipped(source, r"losses-(transformer|resformer)-lr=0\.002-s\d+")
+
+
+@view("start", "concentrated")
+def concentration_by_layer(source: Source, link: Link) -> Drawing:
+    """Importance entropy by layer of a Transformer and a ResFormer trained on text."""
+    check_part(link, "demo")
+    rows = one_sample(source.records(concentration_models(source), ["importance_entropy"]))
+    rows = rows[rows["variant"].isna() & rows["step"].isin([0, rows["step"].max()])]
+    if rows.empty:
+        raise WorkbenchError(NO_TEXT)
+    return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows)
+
+
 @view("start", "identity")
 def identity_share(source: Source, link: Link) -> Drawing:
     """Share of a layer's values that the token explains, before and after training."""

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import write_text
-from workbench.plots.image_export import save_figure
+from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
@@ -100,8 +100,11 @@ def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: 
     """Write a figure as .svg, or as .png at three times its size (`width` pixels), in the light theme on `background` (CSS)."""
     model, _, rest = caption.partition("; ")
     caption = rest if rest and model in plots.alt_text(drawn) else caption  # the subtitle names it
+    face = font_face()
     figure = plots.paper(drawn, background, caption, letters=width // 8)
-    return save_figure(plots.paper_page(figure), out, width=width, height=int(figure.layout.height or 500))
+    if face:
+        figure.update_layout(font_family=f"'{FONT}', sans-serif")
+    return save_figure(plots.paper_page(figure), out, width=width, height=int(figure.layout.height or 500), face=face)
 
 
 def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str) -> None:
