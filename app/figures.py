@@ -274,7 +274,7 @@ def _code(link: Link, name: str) -> None:
     """The link, the command and the notebook cell of a figure."""
     st.caption("Link")
     st.code(link_address(link), language=None, wrap_lines=True)
-    st.caption("Command (.svg, .png, .html, .csv, .parquet)")
+    st.caption("Command (.svg, .png, .html, .csv, .tex, .md, .parquet)")
     st.code(command(link, f"--only {name} --out {name}.svg"), language=None, wrap_lines=True)
     st.caption("Notebook cell")
     st.code(
@@ -294,9 +294,6 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
             out, caption = Path(folder) / f"figure.{ending}", caption_of(cached_source(), link)
             return picture(drawing.figure, out, background=ground, caption=caption, width=WIDTHS[width]).read_bytes()
 
-    def table() -> str:
-        return plots.table(drawing.table).to_csv(index=False)
-
     def page() -> str:
         return plots.html(drawing.figure, whole=True)
 
@@ -307,7 +304,7 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
         ("SVG", "shape_line", "svg", "image/svg+xml", lambda: image("svg", "white")),
         ("PNG", "image", "png", "image/png", lambda: image("png", "white")),
         ("PNG, transparent", "background_replace", "png", "image/png", lambda: image("png", "rgba(0,0,0,0)")),
-        ("Numbers (CSV)", "table", "csv", "text/csv", table), ("Figure (HTML)", "html", "html", "text/html", page),
+        ("Figure (HTML)", "html", "html", "text/html", page),
     ]  # fmt: skip
     with st.container(horizontal=True, gap="xsmall"):
         for label, icon, ending, kind, make in buttons:
@@ -316,3 +313,4 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
                 label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off, type="tertiary",
                 icon=f":material/{icon}:", help=NO_BROWSER if off else None,
             )  # fmt: skip
+        widgets.table_buttons(plots.table(drawing.table), name)

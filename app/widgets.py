@@ -15,6 +15,7 @@ import pandas as pd
 import streamlit as st
 
 from workbench.plots import SPREADS
+from workbench.runs.tables import latex_table, markdown_table
 from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
 
@@ -247,3 +248,16 @@ def _table(
         on_select=lambda: take(st.session_state[key]["selection"]["rows"]), alt=alt,
         column_config=numbers | {"#": st.column_config.NumberColumn(width=45)},
     )  # fmt: skip
+
+
+def table_buttons(table: pd.DataFrame, name: str) -> None:
+    """Download buttons for a table as CSV, LaTeX (booktabs) and Markdown, written when they are clicked."""
+    writers = {
+        "Numbers (CSV)": ("table", "csv", "text/csv", lambda: table.to_csv(index=False)),
+        "Table (LaTeX)": ("functions", "tex", "text/x-tex", lambda: latex_table(table)),
+        "Table (Markdown)": ("markdown", "md", "text/markdown", lambda: markdown_table(table)),
+    }
+    for label, (icon, ending, kind, write) in writers.items():
+        st.download_button(
+            label, write, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", type="tertiary", icon=f":material/{icon}:"
+        )  # fmt: skip

@@ -14,11 +14,17 @@ import workbench
 from workbench import prompts
 from workbench.cli import app
 
+ESTIMATORS = (
+    "as_matrix", "as_matrices", "StreamedPCA", "SoftmaxProbe", "StreamedProbe", "TokenMap", "token_map", "aligned", "separation",
+    "neighbourhood_purity", "head_features", "group_heads", "HeadGroups",
+)  # fmt: skip
+"""Names of `workbench.sklearn`, which takes a second to import."""
+
 ROOT = Path(__file__).parents[1]
 Defined = ast.FunctionDef | ast.ClassDef
 GROUPS = {
     "Models": ("load", "build", "observe", "equal", "series", "read_state"),
-    "Measuring and editing": ("measure", "plot", "xray", "decompose", "edited"),
+    "Measuring and editing": ("measure", "diff", "plot", "xray", "decompose", "edited"),
     "Training": ("train", "Recorder", "RecorderCallback", "Run", "ModelConfig", "TrainConfig"),
     "Errors": ("WorkbenchError", "ArchitectureAssumed"),
 }
@@ -28,6 +34,11 @@ REGISTRIES = {
 }  # fmt: skip
 FURTHER = {
     "Functions of one prompt": ("workbench.prompts", [name for name in prompts._HOMES if name.islower()]),
+    "Activations in scikit-learn": ("workbench.sklearn", list(ESTIMATORS)),
+    "Differences": (
+        "workbench.reports.differences",
+        ["Differences", "MatrixChange", "matrix_change", "weight_changes"],
+    ),
     "Interventions": ("workbench.interventions", ["replaced", "Edit", "token_means", "intervention"]),
     "Models": ("workbench.models.hooked", ["HookedModel"]),
 }

@@ -20,7 +20,7 @@ RUN, PROMPT = "resformer-before-s0", "abcdef"
 LINKS = {
     "start": {"show": "here"}, "training": {"show": "loss"}, "depth": {"metric": "importance_entropy"},
     "attention": {"layer": "2", "head": "1", "prompt": PROMPT}, "prompt": {"show": "next", "prompt": PROMPT},
-    "heads": {"metric": "sink_mass"},
+    "heads": {"metric": "sink_mass"}, "maps": {"site": "own_v"}, "differences": {"quantity": "relative"},
     "intervene": {"edits": "remove:part=mlp,layer=1", "sweep": "remove:part=mlp", "prompt": PROMPT},
 }  # fmt: skip
 

@@ -14,7 +14,8 @@ AXE = os.environ.get("WORKBENCH_AXE", "")
 PAGES = (
     "", "?show=model", "?show=here", "?show=verdicts", "training", "training?show=pace", "depth", "depth?metric=loss&behind=1",
     "attention", "heads", "prompt", "prompt?show=layers", "prompt?show=follow",
-    "intervene?edits=sink&kind=values:how=shuffle", "intervene?show=patching&prompt=self.name&other=self.path", "kept",
+    "intervene?edits=sink&kind=values:how=shuffle", "intervene?show=patching&prompt=self.name&other=self.path",
+    "maps", "differences?compare=1", "kept",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from workbench.metrics import METRICS
 
 EXPECTED = {
     "demo", "train", "study", "estimate", "import", "export", "export-log", "push", "measure", "analyze", "generate", "plot",
-    "report", "ship", "xray", "app", "list", "data", "view",
+    "report", "ship", "xray", "app", "list", "data", "diff", "view",
 }  # fmt: skip
 
 

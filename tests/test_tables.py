@@ -9,12 +9,14 @@ import pyarrow as pa
 import pytest
 import test_cli
 import training_runs
+from scipy import stats
 
 import workbench
 from workbench.errors import BadData, UnknownName
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
-from workbench.runs.tables import as_frame, read_records, write_table_as
+from workbench.runs.tables import as_frame, latex_table, markdown_table, read_records, write_table_as
+from workbench.statistics.intervals import confidence, group_intervals
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +88,44 @@ def test_a_notebook_shows_runs_and_models_with_what_decides(run, gpt, ids):
     assert paths["spread"].isna().all()
     model.source["path"] = "<script>"
     assert "<script>" not in model._repr_html_()
+
+
+def test_a_table_for_a_paper_has_rounded_numbers_and_escaped_words(tmp_path):
+    table = pd.DataFrame(
+        {
+            "model_a": ["50 % | x", "b"],
+            "loss": [3.14159265, float("nan")],
+            "steps": [12000, 7],
+            "rate": [-3e-5, 12345.6],
+        }
+    ).assign(empty=None, provenance="{}")
+    assert latex_table(table) == (
+        "\\begin{tabular}{lrrr}\n\\toprule\nmodel\\_a & loss & steps & rate \\\\\n\\midrule\n"
+        "50 \\% | x & 3.142 & 12000 & $-3\\times 10^{-5}$ \\\\\nb &  & 7 & 12346 \\\\\n\\bottomrule\n\\end{tabular}\n"
+    )
+    assert markdown_table(table) == (
+        "| model_a | loss | steps | rate |\n| --- | ---: | ---: | ---: |\n"
+        "| 50 % \\| x | 3.142 | 12000 | -3e-05 |\n| b |  | 7 | 12346 |\n"
+    )
+    for ending in (".tex", ".md"):
+        write_table_as(table, tmp_path / f"t{ending}")
+        with pytest.raises(BadData, match="rounded numbers"):
+            read_records(tmp_path / f"t{ending}")
+
+
+def test_means_by_group_count_each_seed_once_and_name_their_interval():
+    table = pd.DataFrame(
+        {
+            "model": ["a", "a", "a", "b"],
+            "seed": [0, 0, 1, 0],
+            "loss": [1.0, 3.0, 4.0, 5.0],
+            "other": [float("nan")] * 3 + [1.0],
+        }
+    )
+    grouped = group_intervals(table, ["model"], ["loss", "other"])
+    assert grouped["runs"].tolist() == [3, 1]
+    assert grouped["loss"].tolist() == [3.0, 5.0]  # seed 0 has mean 2, seed 1 has 4
+    assert grouped["loss, seeds"].tolist() == [2, 1]
+    half = stats.t.ppf(0.975, 1) * 2**0.5 / 2**0.5  # standard deviation sqrt(2) over sqrt(n)
+    assert grouped[f"loss ± {confidence()}"].tolist() == pytest.approx([half, float("nan")], nan_ok=True)
+    assert grouped["other, seeds"].tolist() == [0, 1]

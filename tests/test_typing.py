@@ -24,7 +24,7 @@ def test_a_type_checker_accepts_right_uses_and_rejects_each_wrong_one():
 
 
 def test_every_public_name_is_listed_and_found():
-    assert set(workbench.__all__) == {*workbench._HOMES, "metrics", "plots", "prompts"}
+    assert set(workbench.__all__) == {*workbench._HOMES, "metrics", "plots", "prompts", "sklearn"}
     assert set(prompts.__all__) == set(prompts._HOMES)
     assert workbench.prompts is prompts
     with pytest.raises(AttributeError, match="mesure"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dashboard
 import pytest
+import test_cli
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.files import read_json, write_json
 from workbench.runs.records import records, write_parquet
-from workbench.views import Link, Source, depth
+from workbench.views import Link, Source, depth, start
 from workbench.views.source import facets
 
 SEEDS = (0, 1, 12)
@@ -58,3 +59,21 @@ def test_names_of_models_are_parted_by_commas_and_each_line_is_drawn(ask):
     drawing = depth.layers(ask, Link("depth", {"metric": "importance_entropy", "by": "seed", "find": "transformer"}))
     names = {t.name for t in drawing.figure.data if t.mode == "lines+markers" and t.showlegend is not False}
     assert names == {"Transformer · s0", "Transformer · s1", "Transformer · s12"}
+
+
+def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_loss(ask, tmp_path):
+    for seed in SEEDS:
+        common = {"run": f"text-transformer-s{seed}", "architecture": "transformer", "seed": seed, "step": 19}
+        rows = records([common | {"metric": "validation_loss", "value": 2.0 + seed, "unit": "nats"}])
+        write_parquet(rows, tmp_path / common["run"] / "telemetry" / "000000-000020.parquet")
+    table = start.grouped_runs(start.runs_table(Source(tmp_path)), ["model"]).set_index("model")
+    assert table["runs"].tolist() == [3, 3, 3]
+    assert table.loc["Transformer", "final loss"] == pytest.approx(2 + sum(SEEDS) / 3)
+    assert table.loc["Transformer", "final loss, seeds"] == 3
+    assert table.drop("Transformer")["final loss, seeds"].tolist() == [0, 0]
+    with pytest.raises(UnknownName, match="column that groups runs"):
+        start.grouped_runs(start.runs_table(ask), ["final loss"])
+    done = test_cli.run("list", "runs", "--by", "model", "--runs", tmp_path, "--out", tmp_path / "t.tex")
+    assert done.returncode == 0, done.stderr
+    assert r"\toprule" in (tmp_path / "t.tex").read_text()
+    assert "has no seeds" in test_cli.run("list", "metrics", "--by", "model").stderr

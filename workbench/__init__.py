@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.places import refuse_a_namesake
 
 if TYPE_CHECKING:
-    from workbench import metrics, plots, prompts
+    from workbench import metrics, plots, prompts, sklearn
     from workbench.checkpoints.identify import series
     from workbench.checkpoints.opening import load, read_state
     from workbench.config import PRESETS, ModelConfig, TrainConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from workbench.observing.equality import equal
     from workbench.observing.observation import observe
     from workbench.plots import plot
+    from workbench.reports.differences import diff
     from workbench.reports.xray import xray
     from workbench.runs.run import Run
     from workbench.training.loop import train
@@ -53,6 +54,7 @@ _HOMES = {
     "plot": "workbench.plots",
     "decompose": "workbench.models.decomposition",
     "edited": "workbench.interventions.edits.kinds",
+    "diff": "workbench.reports.differences",
     "xray": "workbench.reports.xray",
     "ARCHITECTURES": "workbench.models.registry",
     "METRICS": "workbench.metrics",
@@ -69,13 +71,13 @@ _HOMES = {
 }
 __all__ = [
     "ARCHITECTURES", "INTERVENTIONS", "METRICS", "PRESETS", "ArchitectureAssumed", "ModelConfig", "Recorder", "RecorderCallback",
-    "Run", "TrainConfig", "WorkbenchError", "build", "decompose", "edited", "equal", "load", "measure", "metrics", "observe",
-    "plot", "plots", "prompts", "read_state", "series", "train", "xray",
+    "Run", "TrainConfig", "WorkbenchError", "build", "decompose", "diff", "edited", "equal", "load", "measure", "metrics", "observe",
+    "plot", "plots", "prompts", "read_state", "series", "sklearn", "train", "xray",
 ]  # fmt: skip
 
 
 def _load(name: str) -> Any:
-    if name in ("metrics", "plots", "prompts"):  # packages
+    if name in ("metrics", "plots", "prompts", "sklearn"):  # packages
         return importlib.import_module(f"workbench.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import formation_steps, sink_steps
+from workbench.statistics.intervals import confidence
 from workbench.views import Link, Source, finding, pins, start
 from workbench.views.base import ONE_SEED
 
@@ -194,21 +195,18 @@ def _runs(link: Link) -> None:
             widgets.page_link("depth", "Measures", ":material/layers:")
             widgets.page_link("start", "Verdicts", ":material/gavel:", show="verdicts", alone="1")
             _tags_of(asked.name)
-    groups = {"each run": [], "model and experiment": ["experiment", "model", "rate", "options", "group"]}
     tags = pins.run_tags(source.folder)
     with toolbar("options"):
-        by = groups[str(st.selectbox("Group by", list(groups), key="w_grouping", width=220))]
+        by = st.multiselect("Group by", start.GROUPABLE, key="w_grouping", placeholder="each run", width=320)
         if tags:
             table["tags"] = table["run"].map(tags).fillna("")
             every = sorted({tag for words in tags.values() for tag in words.split()})
             wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
             table = table[[wanted <= {*words.split()} for words in table["tags"]]]
     st.session_state["runs_shown"] = list(table["run"])
-    if by:
-        grouped = table.groupby(by, dropna=False, sort=False)
-        losses = grouped["final loss"].agg(["mean", "std"]).add_prefix("final loss, ")
-        table = grouped.agg(seeds=("seed", "nunique"), runs=("run", "size")).join(losses).reset_index()
-
+    table = start.grouped_runs(table, by) if by else table
+    with st.popover("Files", icon=":material/download:"):
+        widgets.table_buttons(table.drop(columns="group"), "runs")
     config = _number_columns(table)
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
@@ -217,21 +215,25 @@ def _runs(link: Link) -> None:
         alt="Runs of the folder", column_config=config,
     )  # fmt: skip
     rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
-    if by and len(rows):
+    if "model" in by and len(rows):
         group = rows["group"].iloc[0]
         labels = set(rows.loc[rows["group"] == group, "model"])
         series = dict.fromkeys(e.series for e in catalogue.groups[group] if architecture_label(e.series) in labels)
         st.page_link("screens/training.py", label="Selected models on Training", icon=":material/trending_down:",
                      query_params={"set": group, "models": ",".join(series)})  # fmt: skip
-    elif len(rows) == 2:
+    elif not by and len(rows) == 2:
         a, b = rows["run"]
         compare, icon = {"a": a, "b": b, "compare": "1", "set": rows["group"].iloc[0]}, ":material/compare_arrows:"
         st.page_link("screens/depth.py", label=f"Compare {a} and {b} on Depth", icon=icon, query_params=compare)
-    elif len(rows) > 2:
+    elif not by and len(rows) > 2:
         st.caption("Select two runs to compare them, or group by model to draw several models.")
     if catalogue.problems:
         st.warning(f"{len(catalogue.problems)} folders look like runs and cannot be read; see the foot of the page.")
     st.caption("Final loss: last validation loss (nats), the mean over domains. Measures: number of stored measures.")
+    if by:
+        st.caption(
+            f"±: half of the {confidence()} interval over seeds. Runs of different experiments form different groups."
+        )
 
 
 def _tags_of(run: str) -> None:

@@ -19,7 +19,7 @@ from workbench.console import Progress
 from workbench.files import write_text
 from workbench.jobs.running import Workers
 from workbench.plots.page import Page, facts_html, folded, heading, numbers_html, paragraph
-from workbench.runs.records import write_parquet
+from workbench.runs.tables import TEXTS, write_table_as
 from workbench.statistics.intervals import MIN_SEEDS, confidence
 
 WIDTH = 1200  # pixels of a figure
@@ -62,19 +62,24 @@ def verdict_table(analysis: Analysis) -> pd.DataFrame:
 
 
 def write_tables(analysis: Analysis, out: Path) -> list[Path]:
-    """Write the verdicts, the measured records and the table of every claim, each as CSV and Parquet; return the files."""
-    written = _both(verdict_table(analysis), out / "verdicts") + _both(analysis.evidence.everything(), out / "records")
+    """Write the verdicts, the measured records and the table of every claim, each as CSV and Parquet; return the files.
+
+    The verdicts and the tables of claims are also written as LaTeX and Markdown.
+    """
+    written = _files(verdict_table(analysis), out / "verdicts")
+    written += _files(analysis.evidence.everything(), out / "records", (".csv", ".parquet"))
     for j in analysis.judged:
         if len(j.verdict.table):
-            written += _both(j.verdict.table, out / "tables" / j.claim.name)
+            written += _files(j.verdict.table, out / "tables" / j.claim.name)
     return written
 
 
-def _both(frame: pd.DataFrame, path: Path) -> list[Path]:
-    readable = frame.drop(columns="provenance", errors="ignore")  # nine tenths of the bytes; Parquet keeps it
-    write_text(path.with_suffix(".csv"), readable.to_csv(index=False))
-    write_parquet(frame, path.with_suffix(".parquet"))
-    return [path.with_suffix(".csv"), path.with_suffix(".parquet")]
+def _files(table: pd.DataFrame, path: Path, endings: Sequence[str] = (".csv", ".parquet", *TEXTS)) -> list[Path]:
+    readable = table.drop(columns="provenance", errors="ignore")  # nine tenths of the bytes; Parquet keeps it
+    files = [path.with_suffix(ending) for ending in endings]
+    for file in files:
+        write_table_as(table if file.suffix == ".parquet" else readable, file)
+    return files
 
 
 def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool = False) -> list[Path]:
@@ -89,7 +94,7 @@ def write_figures(analysis: Analysis, out: Path, *, png: bool = False, svg: bool
     for name, shown, rows in drawn:
         page = out / "figures" / f"{name}.html"
         write_text(page, plots.html(shown, whole=True))
-        written += [page, *_both(rows, page.with_suffix(""))]
+        written += [page, *_files(rows, page.with_suffix(""))]
     for name, shown, _ in drawn:
         for kind in [".png"] * png + [".svg"] * svg:
             path, height = out / "figures" / f"{name}{kind}", int(shown.layout.height or 500)

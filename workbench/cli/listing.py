@@ -7,7 +7,7 @@ import functools
 import importlib.util
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from workbench.errors import UnknownName
 from workbench.places import HERE, SHIPPED, plugins, studies
@@ -73,6 +73,17 @@ def listing(kind: str, runs: Path | None = None) -> tuple[Rows, list[str]]:
             ]
         notes += [f"{name}: {problem}" for name, problem in problems.items()]
     return rows, notes
+
+
+def runs_by(by: list[str], runs: Path | None = None) -> tuple[Rows, list[str]]:
+    """Return a row for each group of runs, as the dashboard's table of runs groups them, and notes about runs left out."""
+    from workbench.runs.run import runs_folder
+    from workbench.views.source import Source
+    from workbench.views.start import grouped_runs, runs_table
+
+    source = Source(runs_folder(runs))
+    rows = grouped_runs(runs_table(source), by).to_dict("records")
+    return cast(Rows, rows), [f"{run}: {problem}" for run, problem in source.problems.items()]
 
 
 def measures() -> list[str]:

@@ -40,7 +40,9 @@ def measure_command(
     ] = None,
     batch: Annotated[int, Option(min=1, help="Sequences per batch; results do not depend on it.")] = 8,
     positions: Annotated[str, Option(help="Positions of sink measures: first, or found in each document.")] = "first",
-    out: Annotated[Path | None, Out(help="Write the records to this file: .parquet, .arrow, .csv or .json.")] = None,
+    out: Annotated[
+        Path | None, Out(help="Write the records to this file: .parquet, .arrow, .csv, .json, .tex or .md.")
+    ] = None,
     workers: OneWorker = 1,
     on: On = None,
     device: Device = None,

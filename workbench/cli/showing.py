@@ -1,4 +1,4 @@
-"""Commands that show results: list, data, plot, view, app."""
+"""Commands that show results: list, diff, data, plot, view, app."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from workbench.cli.arguments import Json, Out, Port, Runs, app, completing, print_result
+from workbench.cli.arguments import Json, Out, Port, RunOrModel, Runs, app, completing, print_result, step_of
+from workbench.errors import WorkbenchError
 
 
 @app.command(name="list")
@@ -21,20 +22,84 @@ def list_names(
             help="architectures, metrics, interventions, presets, claims, studies or runs.",
         ),
     ] = "runs",
+    by: Annotated[
+        str | None,
+        Option(
+            "--by", help="Columns that group the runs, as model,rate: mean final loss with its interval over seeds."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, Out(help="Write the table to this file: .tex (booktabs), .md, .csv, .json, .parquet or .arrow.")
+    ] = None,
     runs: Runs = None,
     as_json: Json = False,
 ) -> None:
     """List architectures with their options, metrics, interventions, presets, claims, studies or runs."""
-    from workbench.cli.listing import listing
+    from workbench.cli.listing import listing, runs_by
     from workbench.console import note, print_json, print_table
 
-    rows, notes = listing(kind, runs)
+    if by and kind != "runs":
+        raise WorkbenchError(f"--by groups runs; `workbench list {kind}` has no seeds")
+    rows, notes = runs_by(by.split(","), runs) if by else listing(kind, runs)
+    if out is not None:
+        import pandas as pd
+
+        from workbench.runs.tables import write_table_as
+
+        write_table_as(pd.DataFrame(rows), out)
+        note(f"table: {out}")
+        return
     if as_json:
         print_json(rows)
         return
     print_table(rows)
     for line in notes:
         note(line)
+
+
+@app.command(name="diff")
+def diff_command(
+    paths: Annotated[
+        list[Path], RunOrModel(help="Two runs, checkpoints or names of shipped models; settings of more.")
+    ],
+    step: Annotated[str, Option(help="Checkpoint: last, first or a number; one for each path as first,last.")] = "last",
+    top: Annotated[int, Option(min=1, help="Singular directions of each matrix.")] = 4,
+    only: Annotated[str | None, Option(help="One table: settings, weights or measures. --out needs it.")] = None,
+    out: Annotated[
+        Path | None, Out(help="Write the table to this file: .tex (booktabs), .md, .csv, .json, .parquet or .arrow.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show only what differs: settings, weights by matrix and direction, and stored measures over seeds."""
+    import json
+
+    from workbench.console import note, print_table, progress, say
+    from workbench.errors import UnknownName
+    from workbench.reports.differences import TABLES, diff
+    from workbench.runs.tables import refuse_ending, write_table_as
+
+    refuse_ending(out)
+    if only is not None and only not in TABLES:
+        raise UnknownName("table", only, TABLES)
+    if out is not None and only is None:
+        raise WorkbenchError(f"{out.name} holds one table: choose with --only {' | '.join(TABLES)}")
+    steps = [step_of(part) for part in step.split(",")]
+    with progress("comparing"):
+        result = diff(*paths, step=steps if len(steps) > 1 else steps[0], top=top)
+    tables = {name: table for name, table in result.tables.items() if only in (None, name)}
+    if out is not None:
+        write_table_as(tables[str(only)], out)
+        print_result(as_json, f"{only}: {out}", table=out, notes=result.notes)
+    elif as_json:
+        listed = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+        print(json.dumps(listed | {"notes": result.notes}))
+    else:
+        for name, table in tables.items():
+            if only is None:
+                say(f"{name}: {len(table)} rows")
+            print_table(table)
+        for line in result.notes:
+            note(line)
 
 
 @app.command(name="data")
@@ -76,7 +141,10 @@ def view_command(
         Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
     ],
     out: Annotated[
-        Path, Out(help="The file; its ending sets the format: .html, .svg, .png, .csv, .parquet, .arrow or .json.")
+        Path,
+        Out(
+            help="The file; its ending sets the format: .html, .svg, .png, .csv, .tex, .md, .parquet, .arrow or .json."
+        ),
     ] = Path("view.html"),
     only: Annotated[str | None, Option(help="One view of the page. Pictures need it.")] = None,
     play: Annotated[bool, Option("--play", help="A time-lapse over the checkpoints of model A (.html).")] = False,

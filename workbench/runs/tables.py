@@ -1,7 +1,9 @@
-"""Tables in common formats: pandas and Arrow in memory, Parquet, Arrow, CSV and JSON on disk."""
+"""Tables in common formats: pandas and Arrow in memory; Parquet, Arrow, CSV, JSON, LaTeX and Markdown on disk."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def as_records(table: Any) -> pd.DataFrame:
 
 
 def write_table_as(frame: Any, out: Path) -> None:
-    """Write a table as .parquet, .arrow (Feather), .csv or .json; raises `UnknownName` for other endings."""
+    """Write a table as .parquet, .arrow (Feather), .csv, .json, .tex or .md; raises `UnknownName` for other endings."""
     refuse_ending(out)
     WRITERS[out.suffix](as_frame(frame), out)
 
@@ -50,6 +52,10 @@ def read_records(path: Path) -> pd.DataFrame:
     if not path.exists():
         raise BadData(f"{path} does not exist")
     refuse_ending(path)
+    if path.suffix in TEXTS:
+        raise BadData(
+            f"{path} is a table for a paper with rounded numbers, no records: read .parquet, .arrow, .csv or .json"
+        )
     if path.suffix == ".parquet":
         return read_parquet([path])
     import pyarrow as pa
@@ -72,9 +78,75 @@ def write_feather(frame: pd.DataFrame, out: Path) -> None:
         pa.feather.write_feather(pa.Table.from_pandas(frame, preserve_index=False), str(part))
 
 
+def latex_table(frame: pd.DataFrame) -> str:
+    """Return a table as a LaTeX `tabular` with the rules of booktabs; needs `\\usepackage{booktabs}`.
+
+    Args:
+        frame: Any table. Its index, columns without values and the column `provenance` are left out.
+
+    Returns:
+        Text with numbers of four significant digits, right-aligned, and all other cells escaped.
+    """
+    numeric, rows = _written(frame)
+    cells = [[_escaped(cell) for cell in row] for row in rows]
+    head, *body = [" & ".join(row) + r" \\" for row in cells]
+    columns = "".join("r" if is_number else "l" for is_number in numeric)
+    lines = [
+        rf"\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(frame: pd.DataFrame) -> str:
+    """Return a table as GitHub Markdown, with numbers as in `latex_table`."""
+    numeric, rows = _written(frame)
+    rows = [[cell.replace("\\", r"\\").replace("|", r"\|") for cell in row] for row in rows]
+    rows.insert(1, ["---:" if is_number else "---" for is_number in numeric])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
+    """Return which columns hold numbers, and the header and rows as text, without columns that have no value."""
+    frame = frame.drop(columns="provenance", errors="ignore").dropna(axis=1, how="all")
+    numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in frame.dtypes]
+    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+    return numeric, [[str(name) for name in frame.columns], *rows]
+
+
+def _cell(value: Any) -> str:
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return ""
+    if isinstance(value, float) and math.isfinite(value):
+        text = f"{value:.4g}"
+        return f"{value:.0f}" if "e+" in text and abs(value) < 1e7 else text
+    return " ".join(str(value).split())
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "±": r"$\pm$",
+    **{c: rf"\{c}" for c in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    number = re.fullmatch(r"(-?)([\d.]+)(?:e([+-]\d+))?", text)
+    if number and (number[1] or number[3]):
+        return f"${number[1]}{number[2]}" + (rf"\times 10^{{{int(number[3])}}}$" if number[3] else "$")
+    return "".join(LATEX.get(c, c) for c in text)
+
+
+TEXTS = {".tex": latex_table, ".md": markdown_table}
 WRITERS: dict[str, Callable[[pd.DataFrame, Path], None]] = {
     ".parquet": write_parquet,
     ".arrow": write_feather,
     ".csv": lambda frame, out: write_text(out, frame.to_csv(index=False)),
     ".json": lambda frame, out: write_text(out, frame.to_json(orient="records", double_precision=15)),
+    ".tex": lambda frame, out: write_text(out, latex_table(frame)),
+    ".md": lambda frame, out: write_text(out, markdown_table(frame)),
 }

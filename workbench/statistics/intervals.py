@@ -150,3 +150,29 @@ def seed_band(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Return mean, minimum, maximum and number of seeds by group; several rows of one seed are averaged first."""
     each = frame.groupby([*by, "seed"], dropna=False)["value"].mean().reset_index()
     return each.groupby(list(by), dropna=False)["value"].agg(["mean", "min", "max", "size"]).reset_index()
+
+
+def group_intervals(table: pd.DataFrame, by: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
+    """Return the mean of columns by group, with the half-width of Student's t interval over seeds.
+
+    Rows of one seed are averaged first, because runs of one seed share their initial weights and batches. Rows without a value
+    do not count.
+
+    Args:
+        table: Rows of runs with the columns `seed`, `by` and `values`.
+        by: Columns that define the groups; a missing entry is a group.
+        values: Columns of numbers.
+
+    Returns:
+        A row for each group in order of appearance: `by`, `runs` (rows of the group), and by value its mean, `± 95 %` (the level
+        of `LEVEL`; NaN for one seed) and `seeds` (number of seeds with a value).
+    """
+    rows = []
+    for name, part in table.groupby(list(by), dropna=False, sort=False, observed=True):
+        row = dict(zip(by, name, strict=True)) | {"runs": len(part)}
+        for value in values:
+            mean = over_seeds(part.dropna(subset=[value]).groupby("seed", sort=False)[value].mean())
+            half = (mean.high - mean.low) / 2
+            row |= {value: mean.value, f"{value} ± {confidence()}": half, f"{value}, seeds": mean.n}
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -326,7 +326,7 @@ def passages(source: Source, link: Link) -> Drawing:
 
     def read() -> tuple[np.ndarray, pd.DataFrame]:
         """Ids [document, pos] of the run's validation data, and every head's largest weight in each document."""
-        ids = _documents(subject.entry, DOCUMENTS)
+        ids = validation_ids(subject.entry, DOCUMENTS)
         return ids.numpy(), prompts.sharpest_pairs(source.model(subject), ids, progress=source.progress)
 
     ids, pairs = source.keep(("passages", picked.entry.path, picked.entry.stamp, subject.step, DOCUMENTS), read)
@@ -354,7 +354,7 @@ def passages(source: Source, link: Link) -> Drawing:
     return Drawing(figure, table, sentence)
 
 
-def _documents(entry: Entry, count: int) -> Any:
+def validation_ids(entry: Entry, count: int) -> Any:
     """Ids [document, pos] of the run's validation data."""
     if entry.imported:
         raise WorkbenchError(
@@ -377,7 +377,7 @@ def sink(source: Source, link: Link) -> Drawing:
     tables: list[pd.DataFrame] = []
 
     def read(step: int) -> list[prompts.ScoreAttribution]:
-        ids = _documents(entry, SINK_DOCUMENTS)
+        ids = validation_ids(entry, SINK_DOCUMENTS)
         return prompts.sink_attribution(source.model(RunAtStep(entry, step)), ids, layer)
 
     for i, step in enumerate(entry.steps):

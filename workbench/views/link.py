@@ -47,6 +47,12 @@ PAGES = {
         "Prompt", "chat", "Predictions, values and attribution on your text",
         ("show", "site", "layer", "head", "position", "target", "against", "quantity"),
     ),
+    "maps": PageInfo(
+        "Maps", "scatter_plot", "Tokens as points, and heads in groups", ("site", "layer", "method", "colour", "groups")
+    ),
+    "differences": PageInfo(
+        "Differences", "difference", "What differs between two models: settings, weights, measures", ("quantity",)
+    ),
     "intervene": PageInfo(
         "Intervene", "build", "Edits and patching inside the model",
         ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site", "layer", "position"),

@@ -23,14 +23,14 @@ from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.evidence import TELEMETRY
 from workbench.claims.judging import chosen, claim_figure
 from workbench.claims.verdict import expected_by_chance
-from workbench.errors import BadData, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import read_json
 from workbench.models.registry import architecture_label
 from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.intervals import MIN_SEEDS
+from workbench.statistics.intervals import MIN_SEEDS, group_intervals
 from workbench.views.base import Drawing, view
 from workbench.views.finding import HALF_PAGE, check_part
 from workbench.views.link import Link
@@ -170,6 +170,21 @@ def runs_table(source: Source) -> pd.DataFrame:
             step, len(e.steps), len(e.measured), e.title, e.group,
         ))  # fmt: skip
     return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
+
+
+GROUPABLE = ("model", "rate", "options", "seed", "state", "trained to step")
+"""Columns of the table of runs by which runs of one experiment can be grouped."""
+
+
+def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Return the mean final loss and its interval over seeds for runs of one experiment that agree in some columns.
+
+    Losses of different experiments are of different data, so they are never averaged. Raises `UnknownName` for another column.
+    """
+    for name in by:
+        if name not in GROUPABLE:
+            raise UnknownName("column that groups runs", name, GROUPABLE)
+    return group_intervals(table, ["experiment", "group", *by], ["final loss"])
 
 
 # ---- verdicts on claims ----------------------------------------------------------------------------------------------

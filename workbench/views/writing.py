@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.files import write_text
 from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.run import Run
@@ -34,7 +33,7 @@ def write(
     """Write the views of a link to a file.
 
     Args:
-        out: The file; its ending gives the format: .html, .svg, .png, .csv, .parquet, .arrow, .json.
+        out: The file; its ending gives the format: .html, .svg, .png, .csv, .tex, .md, .parquet, .arrow, .json.
         only: One view of the page; pictures hold one.
         play: Animate over the checkpoints of model A (.html).
 
@@ -116,10 +115,7 @@ def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str)
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
-    table = plots.table(_table(made))
-    write_text(
-        out, table.to_csv(index=False) if out.suffix == ".csv" else table.to_json(orient="records", double_precision=15)
-    )
+    write_table_as(plots.table(_table(made)), out)
 
 
 def _columns(made: dict[str, Drawing], out: Path, *_: str) -> None:
@@ -128,5 +124,5 @@ def _columns(made: dict[str, Drawing], out: Path, *_: str) -> None:
 
 WRITERS: dict[str, Callable[..., None]] = {
     ".html": _html, ".svg": _picture, ".png": _picture, ".csv": _text, ".json": _text,
-    ".parquet": _columns, ".arrow": _columns,
+    ".tex": _text, ".md": _text, ".parquet": _columns, ".arrow": _columns,
 }  # fmt: skip

@@ -1,0 +1,387 @@
+"""Differences of runs and checkpoints: settings, weights by matrix and direction, and stored measures over seeds.
+
+workbench.diff("runs/text-transformer-s0", "runs/text-resformer-s0")
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.claims.verdict import judge_differences
+from workbench.console import notebook_html
+from workbench.errors import BadCheckpoint, BadData, WorkbenchError
+from workbench.runs.catalogue import Entry, catalogue
+from workbench.runs.records import one_sample
+from workbench.runs.run import Run
+from workbench.runs.table_cache import RecordCache, TelemetryCache
+from workbench.statistics.intervals import MIN_SEEDS, paired_seeds
+from workbench.storage.locations import locate
+
+SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versions", "observed", "log")
+"""Sections of a run's description that are compared; times, names and places are not."""
+TOP = 4  # singular directions
+AXES = ["metric", "data", "T", "site", "part", "variant", "unit"]
+"""Columns that name a measure; its layers, heads and positions are averaged."""
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixChange:
+    """The difference B - A of two matrices [rows, columns], as directions: sum over i of size_i left_i right_i^T."""
+
+    relative: float  # ||B - A|| / ||A||, Frobenius norms; NaN if A is 0
+    sizes: np.ndarray  # [k], the largest singular values of B - A
+    left: np.ndarray  # [rows, k], directions that the change writes
+    right: np.ndarray  # [columns, k], directions that the change reads
+    shares: np.ndarray  # [k], share of ||B - A||^2 by direction; NaN without a change
+    overlap: tuple[float, float]
+    """Mean squared cosine between the k directions of B - A and those of A, left and right: 1 if they span one space."""
+    chance: tuple[float, float]  # the expectation for k random directions, k / rows and k / columns
+
+
+def matrix_change(a: Any, b: Any, top: int = TOP) -> MatrixChange:
+    """Return by how much and in which directions a matrix moved.
+
+    Args:
+        a: Matrix [rows, columns], an array or a tensor.
+        b: Matrix of the same shape.
+        top: Number k of singular directions, at most the smaller side.
+
+    Returns:
+        A `MatrixChange`, computed in float64. Costs O(rows columns min(rows, columns)).
+
+    Raises:
+        BadData: The shapes differ, or an argument is no finite matrix.
+    """
+    a, b = (np.asarray(x.detach().cpu().double() if hasattr(x, "detach") else x, dtype=np.float64) for x in (a, b))
+    if a.shape != b.shape or a.ndim != 2 or not a.size:
+        raise BadData(f"shapes {a.shape} and {b.shape}: give two matrices of one shape")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise BadData("a matrix holds NaN or an infinite number, so its directions are unknown")
+    k, d = min(top, *a.shape), b - a
+    size, moved = float(np.linalg.norm(a)), float(np.linalg.norm(d))
+    (left, sizes, right), (left_a, _, right_a) = _directions(d, k), _directions(a, k)
+    overlap = tuple(float(np.square(x.T @ y).sum() / k) for x, y in ((left, left_a), (right, right_a)))
+    shares = np.square(sizes / moved) if moved else np.full(k, math.nan)
+    return MatrixChange(
+        moved / size if size else math.nan, sizes, left, right, shares,
+        (overlap[0], overlap[1]) if moved and size else (math.nan, math.nan), (k / a.shape[0], k / a.shape[1]),
+    )  # fmt: skip
+
+
+def _directions(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the k largest singular values with their left [rows, k] and right [columns, k] vectors, from the smaller Gram matrix."""
+    if not x.any():
+        return np.zeros((x.shape[0], k)), np.zeros(k), np.zeros((x.shape[1], k))
+    from scipy.linalg import eigh  # loads slowly, and few need it
+
+    scale = float(np.abs(x).max())  # squares of tiny changes would underflow
+    y = (x if x.shape[0] <= x.shape[1] else x.T) / scale
+    values, vectors = eigh(y @ y.T, subset_by_index=[len(y) - k, len(y) - 1])
+    sizes, near = np.sqrt(values[::-1].clip(0)), vectors[:, ::-1]
+    far = y.T @ near / np.where(sizes > sizes[0] * 1e-7, sizes, np.inf)  # directions of rounding are 0
+    left, right = (near, far) if y.shape == x.shape else (far, near)
+    return left, sizes * scale, right
+
+
+TABLES = ("settings", "weights", "measures")
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """What differs between runs or checkpoints. Tables without rows mean that nothing there differs or is known.
+
+    `settings`: a row for each setting that differs, a column for each run. `weights`: a row for each tensor of A and B.
+    `measures`: a row for each stored measure of A and B, `moved` where the Holm-adjusted interval over seeds excludes 0.
+    """
+
+    names: tuple[str, ...]
+    settings: pd.DataFrame
+    weights: pd.DataFrame = field(default_factory=pd.DataFrame)
+    measures: pd.DataFrame = field(default_factory=pd.DataFrame)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables by name."""
+        return {name: getattr(self, name) for name in TABLES}
+
+    def _repr_html_(self) -> str:
+        shown = [
+            f"<h4>{name}</h4>{table.to_html(index=False, border=0)}"
+            for name, table in self.tables.items()
+            if len(table)
+        ]
+        names = {str(i): name for i, name in enumerate(self.names, 1)}
+        return notebook_html("differences", names, *shown, *(f"<p>{escape(note)}</p>" for note in self.notes))
+
+
+def diff(*things: Any, step: str | int | Sequence[str | int] = "last", top: int = TOP) -> Differences:
+    """Compare runs or checkpoints: settings of two or more, and weights and stored measures of two.
+
+    Args:
+        things: Runs, run folders, names of what ships, checkpoints of any readable format, or models; at least two.
+        step: Checkpoint of runs: "last", "first" or a number, or one for each of `things`.
+        top: Number of singular directions of each matrix.
+
+    Returns:
+        `Differences`. Its `notes` say what is not compared and why.
+
+    Raises:
+        WorkbenchError: Fewer than two things, or a number of steps that fits none.
+        BadCheckpoint: A checkpoint cannot be read.
+    """
+    steps = [step] * len(things) if isinstance(step, str | int) else list(step)
+    if len(things) < 2 or len(steps) != len(things):
+        raise WorkbenchError(
+            f"{len(things)} runs and {len(steps)} steps: give two runs or more, and one step for each or for all"
+        )
+    opened = [_opened(thing) for thing in things]
+    names = tuple(_name(thing, at, opened, steps) for thing, at in zip(opened, steps, strict=True))
+    settings = setting_differences({n: _description(o, at) for n, o, at in zip(names, opened, steps, strict=True)})
+    if len(things) > 2:
+        return Differences(names, settings, notes=("Weights and measures are compared for two runs, not more.",))
+    notes, weights, measures = [], pd.DataFrame(), pd.DataFrame()
+    if shipped := [o.name for o in opened if isinstance(o, Run) and not o.steps]:
+        notes.append(f"Weights are not compared: no checkpoints here of {' and '.join(shipped)}.")
+    else:
+        try:
+            weights = weight_changes(*(_tensors(o, at) for o, at in zip(opened, steps, strict=True)), top=top)
+        except BadCheckpoint as reason:
+            notes.append(f"Weights are not compared: {reason}")
+    runs = [(o, _step(o, at)) for o, at in zip(opened, steps, strict=True) if isinstance(o, Run)]
+    if len(runs) == 2:
+        measures, note = _stored_measures(runs)
+        notes.append(note)
+    return Differences(names, settings, weights, measures, tuple(notes))
+
+
+def _opened(thing: Any) -> Any:
+    """Return a `Run`, a model, or the path of a checkpoint that is no run."""
+    if isinstance(thing, str | Path) and (location := locate(thing)).is_run:
+        return Run.open(location)
+    return thing
+
+
+def _step(run: Run, step: str | int) -> int | None:
+    """Return the number of a step; None for the last one of a run without checkpoints."""
+    return None if step == "last" and not run.steps else run.resolve(step)[0]
+
+
+def _name(thing: Any, step: str | int, all_things: Sequence[Any], steps: Sequence[str | int]) -> str:
+    """Return the name of a run, with its step if they differ; of a path or of a model."""
+    if isinstance(thing, Run):
+        return f"{thing.name}, step {_step(thing, step)}" if len(set(steps)) > 1 else thing.name
+    if isinstance(thing, str | Path):
+        return str(thing)
+    place = next(i for i, other in enumerate(all_things) if other is thing)
+    return f"model {place + 1}"
+
+
+def _description(thing: Any, step: str | int) -> Mapping[str, Any]:
+    """Return the settings of a run, of a checkpoint's configuration, or of a model."""
+    if isinstance(thing, Run):
+        return {name: thing.info[name] for name in SECTIONS if name in thing.info}
+    if isinstance(thing, str | Path):
+        info = _state(thing, step).info
+        return {"format": info.format, "model": dict(info.config or {})}
+    return {"architecture": thing.architecture, "options": getattr(thing, "options", {}), "model": vars(thing.config)}
+
+
+def setting_differences(descriptions: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the settings in which descriptions differ, and no others.
+
+    Args:
+        descriptions: Nested settings by name of the run; a nested setting is named `train.lr`.
+
+    Returns:
+        A row for each setting that is not equal everywhere: `setting`, and a column for each name with the value as JSON, empty
+        where the setting is absent.
+    """
+    flat = {name: dict(_leaves(described)) for name, described in descriptions.items()}
+    keys = dict.fromkeys(key for each in flat.values() for key in each)
+    rows = [{"setting": key} | {name: each.get(key, "") for name, each in flat.items()} for key in keys]
+    rows = [row for row in rows if len({row[name] for name in flat}) > 1]
+    return pd.DataFrame(rows, columns=["setting", *flat])
+
+
+def _leaves(value: Any, name: str = "") -> Any:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _state(thing: str | Path, step: str | int) -> Any:
+    from workbench.checkpoints.identify import identify  # import torch
+    from workbench.checkpoints.lora import read_merged
+
+    return read_merged(identify(thing, step))
+
+
+def _tensors(thing: Any, step: str | int) -> Mapping[str, Any]:
+    """Return the tensors of a checkpoint by name, unread where they are in a file."""
+    if isinstance(thing, Run | str | Path):
+        state = _state(thing.path if isinstance(thing, Run) else thing, step)
+        state.check()
+        return dict(state.tensors)
+    return dict(thing.named_parameters())
+
+
+def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP) -> pd.DataFrame:
+    """Return which tensors moved, by how much and in which directions.
+
+    Args:
+        a: Tensors by name, of a model or of a checkpoint. A tensor of more than two axes counts as [first axis, all others].
+        b: Tensors of the same names and shapes.
+        top: Number k of singular directions.
+
+    Returns:
+        A row for each tensor of numbers that are not whole, in A's order: `tensor`, `layer` (NA outside the blocks), `matrix` (the
+        name without its layer), `shape`, `relative` (||B - A|| / ||A||), and for matrices as in `MatrixChange`: `top_share`
+        (share of the change along its first direction), `top_k_share`, `overlap_out` and `overlap_in` (with A's directions)
+        and their `chance_out`, `chance_in`.
+
+    Raises:
+        BadCheckpoint: Names or shapes differ, or quantised weights do; the message names them.
+    """
+    from workbench.checkpoints.state import misfits
+
+    shapes = [{name: [int(n) for n in x.shape] for name, x in each.items()} for each in (a, b)]
+    if faults := misfits(shapes[1], shapes[0]):
+        raise BadCheckpoint(f"B does not have A's tensors, so no matrix is compared\n  {faults}")
+    rows, places, seen = [], _layer_places(a), set[Any]()
+    for name in a:
+        place = getattr(a[name], "place", id(a[name]))
+        if place in seen:  # tied to one before it
+            continue
+        seen.add(place)
+        one, other = (x[name].read(name, None) if hasattr(x[name], "read") else x[name].detach() for x in (a, b))
+        if not (one.is_floating_point() and other.is_floating_point()):
+            if not one.equal(other):
+                raise BadCheckpoint(
+                    f"{name} holds {one.dtype} and {other.dtype} and differs: quantised weights are not compared"
+                )
+            continue
+        if not one.numel():
+            continue
+        first, second = (x.reshape(len(x) if x.ndim > 1 else 1, -1) for x in (one, other))
+        change = matrix_change(first, second, top)
+        layer, matrix = places[name]
+        row = {
+            "tensor": name,
+            "layer": layer,
+            "matrix": matrix,
+            "shape": " × ".join(map(str, one.shape)),
+            "relative": change.relative,
+        }
+        if one.ndim > 1:
+            row |= {
+                "top_share": change.shares[0], "top_k_share": change.shares.sum(), "overlap_out": change.overlap[0],
+                "chance_out": change.chance[0], "overlap_in": change.overlap[1], "chance_in": change.chance[1],
+            }  # fmt: skip
+        rows.append(row)
+    return pd.DataFrame(rows).astype({"layer": "Int64"})
+
+
+def _layer_places(names: Mapping[str, Any]) -> dict[str, tuple[int | None, str]]:
+    """Return layer and name without it, by tensor: the first number in a name is its layer."""
+    matches = {name: re.fullmatch(r"(?:(.*?)\.)?(\d+)\.(.*)", name) for name in names}
+    return {name: (int(m[2]), m[3]) if m else (None, name) for name, m in matches.items()}
+
+
+# ---- stored measures -------------------------------------------------------------------------------------------------
+
+
+def _stored_measures(runs: Sequence[tuple[Run, int | None]]) -> tuple[pd.DataFrame, str]:
+    """Return `measure_differences` of the stored records of two runs and of the other seeds of their models."""
+    known: dict[Path, Any] = {}
+    frames = []
+    for run, step in runs:
+        folder = run.path.parent
+        entries = known.setdefault(folder, catalogue(folder)).entries
+        own = next((e for e in entries if e.path == str(run.path)), None)
+        if own is None:
+            return pd.DataFrame(), f"Measures are not compared: {run.path} is not listed among the runs of its folder."
+        alike = [e for e in entries if (e.group, e.series) == (own.group, own.series)]
+        frames.append(stored_rows(alike, step, RecordCache(folder), TelemetryCache(folder)))
+    return measure_differences(*frames)
+
+
+def stored_rows(
+    entries: Sequence[Entry], step: int | None, records: RecordCache, telemetry: TelemetryCache
+) -> pd.DataFrame:
+    """Return stored records and validation losses of runs at a step, without controls. Without a step, the last of each measure."""
+    rows = pd.concat(
+        [records.rows(entries, None)[0], telemetry.rows(entries, ["validation_loss"])[0]], ignore_index=True
+    )
+    rows = rows[rows["control"].isna() & rows["value"].notna()]
+    at = rows["step"].astype("Float64").fillna(math.inf if step is None else step)
+    upto = at if step is None else at.where(at <= step)
+    last = at == upto.groupby([rows["run"], rows["metric"]]).transform("max")
+    logged = rows["metric"] == "validation_loss"  # which may end a few steps before the checkpoint
+    return one_sample(rows[last if step is None else (at == step) | (last & logged)])
+
+
+def measure_differences(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Return which measures differ between B and A beyond the noise over seeds.
+
+    A measure is the mean of its records over layers, heads and positions of a seed. Differences are paired by seed and tested with
+    Student's t test, Holm-corrected over all measures.
+
+    Args:
+        a: Records of A's model, one step of each seed.
+        b: Records of B's model.
+
+    Returns:
+        A row for each measure that both have on the same data: its name, `a` and `b` (means over the shared seeds), `difference`
+        (B - A), `low` and `high` (adjusted interval), `seeds`, `p` (adjusted) and `moved`. And a sentence that says how many
+        moved, or why nothing is claimed: that needs `MIN_SEEDS` shared seeds.
+    """
+    means = []
+    for name, given in (("a", a), ("b", b)):
+        keyed = given.assign(**{c: given[c].astype(object).where(given[c].notna(), "") for c in AXES})
+        means.append(keyed.groupby([*AXES, "seed"])["value"].mean().astype(float).rename(name))
+    both = pd.concat(means, axis=1, join="inner").reset_index()
+    if both.empty:
+        return both, "Measures are not compared: A and B share no measure on the same data and seed."
+    each = {key: part.set_index("seed") for key, part in both.groupby(AXES)}
+    intervals = {key: paired_seeds(part["b"], part["a"]) for key, part in each.items()}
+    tested = {
+        key: interval for key, interval in intervals.items() if interval.n >= MIN_SEEDS and math.isfinite(interval.p)
+    }
+    verdicts = judge_differences(tested)
+    rows: list[dict[Any, Any]] = []
+    for key, interval in intervals.items():
+        row = (
+            dict(zip(AXES, key, strict=True)) | each[key][["a", "b"]].mean().to_dict() | {"difference": interval.value}
+        )
+        if verdict := verdicts.get(key):
+            wide = interval.widened(verdict.factor)
+            row |= {"low": wide.low, "high": wide.high, "p": min(1.0, interval.p * verdict.factor)}
+        rows.append(row | {"seeds": interval.n, "moved": verdict is not None and verdict.status != "unresolved"})
+    table = pd.DataFrame(rows)
+    table[AXES] = table[AXES].astype(object).where(table[AXES] != "", None)
+    seeds = max(interval.n for interval in intervals.values())
+    if not tested:
+        return (
+            table,
+            f"{seeds} shared seed{'s' * (seeds > 1)}: nothing is claimed about the models; {MIN_SEEDS} seeds are needed.",
+        )
+    return (
+        table,
+        f"{int(table['moved'].sum())} of {len(tested)} tested measures differ beyond the noise over seeds (Holm-adjusted).",
+    )

@@ -1,0 +1,18 @@
+"""scikit-learn on activations: matrices of vectors, exact streamed PCA, maps of tokens, probes and groups of heads.
+
+    from workbench.sklearn import as_matrix
+
+    X, y = as_matrix(model, "v", tokens, layer=3)
+
+scikit-learn takes a second to import, so nothing else of the package imports this one before it is used.
+"""
+
+from workbench.sklearn.estimators import SoftmaxProbe, StreamedPCA, StreamedProbe
+from workbench.sklearn.heads import FEATURES, HeadGroups, group_heads, head_features
+from workbench.sklearn.matrices import as_matrices, as_matrix, places
+from workbench.sklearn.token_maps import METHODS, TokenMap, aligned, neighbourhood_purity, separation, token_map
+
+__all__ = [
+    "FEATURES", "METHODS", "HeadGroups", "SoftmaxProbe", "StreamedPCA", "StreamedProbe", "TokenMap", "aligned", "as_matrices",
+    "as_matrix", "group_heads", "head_features", "neighbourhood_purity", "places", "separation", "token_map",
+]  # fmt: skip

@@ -1,0 +1,219 @@
+"""Maps of tokens: vectors of a corpus sample in a plane, with the numbers that the picture must agree with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.linalg import orthogonal_procrustes
+from sklearn.metrics import silhouette_score
+from sklearn.neighbors import NearestNeighbors
+
+from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.metrics.retention import ClassSums, Discriminant
+from workbench.metrics.values import TokenIdentityShare
+from workbench.sklearn.estimators import StreamedPCA
+from workbench.sklearn.matrices import as_ids, as_matrix
+
+METHODS = {"pca": "principal components", "lda": "linear discriminants", "umap": "UMAP"}
+NEIGHBOURS, MOST = 10, 1000
+ALL, PLANE = "all dimensions", "map"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """Vectors of tokens in a plane, a row for each point."""
+
+    points: np.ndarray  # float64 [n, 2]
+    tokens: np.ndarray  # int64 [n], ids
+    documents: np.ndarray  # int64 [n]
+    positions: np.ndarray  # int64 [n]
+    method: str
+    explained: float  # share of the variance of all vectors within the plane; NaN for other methods than pca
+    numbers: pd.DataFrame
+    """measure, space (`all dimensions` or `map`), value, chance: `separation` of the vectors and of the points."""
+    disparity: float = math.nan
+    """After `aligned`: share of the squared distances that the alignment leaves, 0 for equal maps, 1 for unrelated ones."""
+
+
+def token_map(
+    model: Any, site: str, tokens: Any, *, layer: int | None = None, method: str = "pca", neighbours: int = NEIGHBOURS,
+    most: int = MOST, seed: int = 0, batch: int = 8,
+) -> TokenMap:  # fmt: skip
+    """Return vectors of a corpus sample in a plane, with how well they separate by token.
+
+    PCA is fitted to all vectors. LDA is fitted to the even documents and maps the odd ones, because it separates anything on its
+    own training data. UMAP (package `umap-learn`) is fitted to the drawn points.
+
+    Args:
+        model: A model of `load`, `build` or `observe`.
+        site: As in `as_matrix`.
+        tokens: Ids [documents, pos].
+        layer: As in `as_matrix`.
+        method: "pca", "lda" or "umap".
+        neighbours: Neighbours of a point that count for the purity.
+        most: Largest number of points. They are drawn at random, equally for every model and layer with the same tokens.
+        seed: Seed of the draw and of UMAP.
+        batch: Documents per forward pass.
+
+    Returns:
+        A `TokenMap` of points whose token is drawn at least twice. Costs one pass of the model and O(points^2 width).
+
+    Raises:
+        UnknownName: Another method.
+        BadData: Fewer than two tokens occur twice, or too few documents for LDA.
+        WorkbenchError: UMAP is not installed.
+    """
+    if method not in METHODS:
+        raise UnknownName("method", method, METHODS)
+    ids = as_ids(model, tokens)
+    X, y = as_matrix(model, site, ids, layer=layer, batch=batch)
+    return map_of(X, y, ids.shape[1], method=method, neighbours=neighbours, most=most, seed=seed)
+
+
+def map_of(
+    X: np.ndarray,
+    y: np.ndarray,
+    T: int,
+    *,
+    method: str = "pca",
+    neighbours: int = NEIGHBOURS,
+    most: int = MOST,
+    seed: int = 0,
+) -> TokenMap:
+    """Return `token_map` of vectors X [documents * T, width] and token ids y, as `as_matrix` gives them."""
+    documents = np.arange(len(y)) // T
+    shown = drawn_rows(y, most, seed, documents % 2 == 1 if method == "lda" else None)
+    explained, points = math.nan, np.empty((0, 2))
+    if method == "pca":
+        pca = StreamedPCA(2).fit(X)
+        explained, points = float(pca.explained_variance_ratio_.sum()), pca.transform(X[shown])
+    elif method == "lda":
+        sums, fit = ClassSums(), documents % 2 == 0
+        sums.add(torch.from_numpy(X[fit]), torch.from_numpy(y[fit]))
+        if len(sums.ids) < 3:
+            raise BadData("LDA needs three tokens or more in the even documents")
+        coordinates = Discriminant.of(sums).coordinates(torch.from_numpy(X[shown]))
+        points = coordinates[:, [-2, -3]].double().numpy()  # the last column is 1, before it the largest spreads
+    else:
+        try:
+            import umap
+        except ImportError:
+            raise WorkbenchError("UMAP is not installed: `pip install umap-learn`, or choose pca or lda") from None
+        reducer = umap.UMAP(n_components=2, n_neighbors=min(15, len(shown) - 1), random_state=seed, n_jobs=1)
+        points = np.asarray(reducer.fit_transform(X[shown]), dtype=np.float64)
+    if points.shape[1] < 2:
+        points = np.pad(points, ((0, 0), (0, 1)))  # vectors of width 1
+    spaces = {ALL: X[shown], PLANE: points}
+    numbers = pd.concat(
+        [separation(x, y[shown], neighbours, seed).assign(space=s) for s, x in spaces.items()], ignore_index=True
+    )
+    return TokenMap(
+        points,
+        y[shown],
+        documents[shown],
+        shown % T,
+        method,
+        explained,
+        numbers[["measure", "space", "value", "chance"]],
+    )
+
+
+def drawn_rows(y: np.ndarray, most: int, seed: int = 0, among: np.ndarray | None = None) -> np.ndarray:
+    """Return at most `most` rows drawn at random, ascending, of tokens that are drawn at least twice.
+
+    Raises `BadData` if fewer than two tokens are.
+    """
+    rows = np.arange(len(y)) if among is None else np.flatnonzero(among)
+    rows = np.sort(np.random.default_rng(seed).permutation(rows)[:most])
+    _, inverse, counts = np.unique(y[rows], return_inverse=True, return_counts=True)
+    if (counts > 1).sum() < 2:
+        raise BadData(
+            f"{len(rows)} tokens of which fewer than two repeat: give more text, so that a token has neighbours of its kind"
+        )
+    return np.asarray(rows[counts[inverse] > 1])
+
+
+def separation(X: np.ndarray, y: np.ndarray, neighbours: int = NEIGHBOURS, seed: int = 0) -> pd.DataFrame:
+    """Return how well vectors separate by token.
+
+    Args:
+        X: Vectors [n, width].
+        y: Token ids [n]; at least two occur twice.
+        neighbours: Number of neighbours for the purity.
+        seed: Seed of the shuffled ids, the silhouette's chance level.
+
+    Returns:
+        Rows `token identity share` (the measure `token_identity_share`, chance 0), `neighbourhood purity` with its chance level,
+        and `silhouette` (mean over tokens' points, -1..1) with that of shuffled ids.
+    """
+    share = TokenIdentityShare()
+    share.update(torch.from_numpy(np.ascontiguousarray(X))[None], torch.from_numpy(y)[None])
+    purity, chance = neighbourhood_purity(X, y, neighbours)
+    shuffled = np.random.default_rng(seed).permutation(y)
+    can = 1 < len(np.unique(y)) < len(y)
+    silhouette = [float(silhouette_score(X, labels)) if can else math.nan for labels in (y, shuffled)]
+    rows = [
+        ("token identity share", share.result(), 0.0),
+        ("neighbourhood purity", purity, chance),
+        ("silhouette", *silhouette),
+    ]
+    return pd.DataFrame(rows, columns=["measure", "value", "chance"])
+
+
+def neighbourhood_purity(X: np.ndarray, y: np.ndarray, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
+    """Return the mean share of a vector's nearest neighbours that have its token, and its expectation by chance.
+
+    Args:
+        X: Vectors [n, width].
+        y: Token ids [n]. A token with fewer other vectors than `neighbours` is compared with as many neighbours as it has others.
+        neighbours: Number k of neighbours by Euclidean distance, the vector itself excluded.
+
+    Returns:
+        (purity, chance) in 0..1. Chance is the mean of (n_t - 1) / (n - 1), n_t the vectors of the token. Vectors whose token
+        occurs once do not count; NaN if all are such.
+    """
+    n = len(y)
+    _, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
+    others = counts[inverse] - 1
+    k = min(neighbours, n - 1)
+    near = NearestNeighbors(n_neighbors=k).fit(X).kneighbors(return_distance=False)
+    same = (y[near] == y[:, None]) & (np.arange(k) < others[:, None])
+    counted = others > 0
+    if not counted.any():
+        return math.nan, math.nan
+    purity = same[counted].sum(1) / np.minimum(others, k)[counted]
+    return float(purity.mean()), float((others[counted] / (n - 1)).mean())
+
+
+def aligned(map_b: TokenMap, map_a: TokenMap) -> TokenMap:
+    """Return map B turned, reflected, scaled and moved onto map A by orthogonal Procrustes, with the disparity that is left.
+
+    Raises `BadData` if the maps have other points: then nothing pairs them.
+    """
+    same = [np.array_equal(getattr(map_a, c), getattr(map_b, c)) for c in ("tokens", "documents", "positions")]
+    if not all(same):
+        raise BadData("A and B have other points; draw both maps of the same tokens")
+    a, b = (m.points - m.points.mean(0) for m in (map_a, map_b))
+    sizes = float(np.square(a).sum()), float(np.square(b).sum())
+    if not all(sizes):
+        raise BadData("all points of a map are equal, so it cannot be aligned")
+    turn, total = orthogonal_procrustes(b, a)
+    points = b @ turn * (total / sizes[1]) + map_a.points.mean(0)
+    return replace(map_b, points=points, disparity=max(0.0, 1 - total**2 / (sizes[0] * sizes[1])))
+
+
+def by_layer_separation(
+    matrices: dict[int, np.ndarray], y: np.ndarray, *, neighbours: int = NEIGHBOURS, most: int = MOST, seed: int = 0
+) -> pd.DataFrame:
+    """Return `separation` of each layer's vectors {layer: X}, on one draw of points, with a column `layer`."""
+    shown = drawn_rows(y, most, seed)
+    parts: Sequence[pd.DataFrame] = [
+        separation(X[shown], y[shown], neighbours, seed).assign(layer=n) for n, X in matrices.items()
+    ]
+    return pd.concat(parts, ignore_index=True)

@@ -1,0 +1,133 @@
+"""Differences of models A and B: settings, weights by matrix and layer, and stored measures over seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from workbench import plots
+from workbench.errors import WorkbenchError
+from workbench.plots.grids import safe
+from workbench.plots.style import GREY, MINUS_COLOUR, at_least, dressed
+from workbench.reports.differences import (
+    SECTIONS,
+    measure_differences,
+    setting_differences,
+    stored_rows,
+    weight_changes,
+)
+from workbench.runs.run import Run
+from workbench.statistics.intervals import confidence
+from workbench.views.base import Drawing, view
+from workbench.views.link import Link
+from workbench.views.positions import short
+from workbench.views.source import RunAtStep, Source, checkpoint_key, run_name
+
+QUANTITIES = {
+    "relative": "size of the change / size of A's matrix",
+    "top_share": "share of the change along its first direction",
+    "overlap_out": "overlap with A's directions, output side",
+    "overlap_in": "overlap with A's directions, input side",
+}
+"""Columns of the table of weights, in words."""
+ROW, LONGEST = 24, 28  # pixels of a measure's row, characters of a setting's value
+
+
+def compared(source: Source, link: Link) -> list[RunAtStep]:
+    """Models A and B of a link, also if it does not name B."""
+    return source.subjects(link.but(compare=1))
+
+
+@view("differences")
+def settings(source: Source, link: Link) -> Drawing:
+    """Settings in which the runs of A and B differ: options, shape, recipe, data and versions."""
+    a, b = compared(source, link)
+    described = {s.title: {k: v for k, v in Run.open(s.entry.path).info.items() if k in SECTIONS} for s in (a, b)}
+    table = setting_differences(described)
+    if table.empty:
+        raise WorkbenchError("A and B have equal settings.")
+    figure = go.Figure()
+    for column in table.columns[1:]:
+        values = [value or "–" for value in table[column]]
+        figure.add_scatter(
+            x=[safe(column)] * len(table), y=[safe(name) for name in table["setting"]], mode="text", name=safe(column), showlegend=False,
+            text=[safe(short(value, LONGEST)) for value in values], customdata=[[safe(value)] for value in values],
+            hovertemplate="%{y}<br>%{customdata[0]}<extra></extra>",
+        )  # fmt: skip
+    figure.update_yaxes(type="category", range=[len(table) - 0.5, -0.9], showgrid=False)
+    figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5])
+    figure = dressed(figure, "Settings that differ", "", 60 + ROW * (len(table) + 1))
+    return Drawing(at_least(figure, 460), table)
+
+
+@view("differences")
+def weights(source: Source, link: Link) -> Drawing:
+    """How far each matrix moved from A to B, and in which directions, by layer."""
+    a, b = compared(source, link)
+    quantity = link.choice("quantity", QUANTITIES)
+
+    def read() -> pd.DataFrame:
+        models = [source.model(s) for s in (a, b)]
+        return weight_changes(*(dict(m.named_parameters()) for m in models))
+
+    changes: pd.DataFrame = source.keep(("weight changes", checkpoint_key(a), checkpoint_key(b)), read)
+    if not changes["relative"].any():
+        raise WorkbenchError("A and B have equal weights.")
+    rows = changes[changes["layer"].notna() & changes[quantity].notna()]
+    if rows.empty:
+        raise WorkbenchError("no matrix is in a layer; the table of `workbench diff` has all tensors")
+    cells = rows.pivot_table(index="matrix", columns="layer", values=quantity, sort=False)
+    cells = cells[sorted(cells.columns)]
+    grid = plots.Grid(
+        cells.to_numpy(dtype=float), [str(name).removesuffix(".weight") for name in cells.index], [str(n) for n in cells.columns],
+        quantity.partition("_")[0], "matrix", "layer", texts=np.vectorize("{:.2g}".format)(cells.to_numpy(dtype=float)), upward=False,
+    )  # fmt: skip
+    under = f"{QUANTITIES[quantity]}; B: {b.name}; A: {a.name}"
+    if quantity.startswith("overlap"):
+        chance = rows[quantity.replace("overlap", "chance")]
+        under += f"; random directions: {chance.min():.2g} to {chance.max():.2g}"
+    largest = changes.sort_values("relative", kind="stable").iloc[-1]
+    sentence = f"Largest change: {largest['tensor']}, {largest['relative']:.3g} of A's size."
+    figure = plots.grids([("", grid)], "Weights that moved", under)
+    return Drawing(at_least(figure, 260 + 36 * min(len(cells.columns), 12)), changes, sentence)
+
+
+@view("differences")
+def measures(source: Source, link: Link) -> Drawing:
+    """Stored measures of B minus A over shared seeds; beyond ±1 the difference exceeds the noise over seeds."""
+    sides = []
+    for subject in compared(source, link):
+        entry = subject.entry
+        alike = [e for e in source.catalogue().entries if (e.group, e.series) == (entry.group, entry.series)]
+        sides.append(stored_rows(alike, subject.step, source.cache.records, source.cache.telemetry))
+    table, sentence = measure_differences(*sides)
+    if table.empty or "low" not in table:
+        raise WorkbenchError(sentence)
+    a, b = (run_name(s.entry) for s in compared(source, link))
+    table = table.assign(relative=table["difference"] / ((table["high"] - table["low"]) / 2))
+    shown = table[np.isfinite(table["relative"])].sort_values("relative")
+    if shown.empty:
+        raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
+    if left_out := len(table) - len(shown):
+        sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} not drawn."
+    names = [_measure_name(row) for row in shown.to_dict("records")]
+    hollow = ["circle" if moved else "circle-open" for moved in shown["moved"]]
+    figure = go.Figure(go.Scatter(
+        x=shown["relative"], y=plots.unique([safe(n) for n in names]), mode="markers", showlegend=False,
+        marker={"color": MINUS_COLOUR, "size": 9, "symbol": hollow}, customdata=shown[["difference", "low", "high"]].to_numpy(),
+        hovertemplate="%{y}<br>%{customdata[0]:.4g} [%{customdata[1]:.4g}, %{customdata[2]:.4g}]<extra></extra>",
+    ))  # fmt: skip
+    for x in (-1, 0, 1):
+        figure.add_vline(x=x, line={"color": GREY, "dash": "dot" if x else "solid", "width": 1})
+    figure.update_xaxes(title_text=f"(B − A) / half of its {confidence()} interval, Holm-adjusted")
+    under = f"B: {b}; A: {a}; {int(shown['seeds'].max())} seeds; hollow: not significant after Holm"
+    return Drawing(dressed(figure, "Measures that moved", under, 120 + ROW * len(shown)), table, sentence)
+
+
+def _measure_name(row: dict[str, object]) -> str:
+    parts = [
+        str(row["metric"]).replace("_", " "),
+        *(str(row[k]) for k in ("site", "variant", "part") if row[k] is not None),
+    ]
+    return ", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts)
