@@ -113,3 +113,15 @@ def test_prompt_and_intervene_draw_what_the_model_computes(browse, before, compu
     assert numbers(bars["y"]) == pytest.approx((changed - loss).numpy(), abs=1e-5)
     at = shown(browse, before, "intervene", show="sweep")
     assert len(charts(at)) == 1
+
+
+def test_maps_and_differences_are_drawn_with_their_numbers(browse, before):
+    at = dashboard.settled(shown(browse, before, "maps", colour="document"))
+    assert {"tokens", "layers"} == {
+        name for name in ("tokens", "layers", "groups") if any(f"figure_{name}" in c.id for c in charts(at))
+    }
+    assert "Token identity share" in said(at)
+    at = dashboard.settled(shown(browse, before, "differences", compare="1", a=RUN, b=RUN, step="24", step_b="0"))
+    assert "equal settings" in said(at)
+    assert chart(at, "weights")["data"][0]["type"] == "heatmap"
+    assert "nothing is claimed" in said(at)

@@ -117,6 +117,8 @@ def test_tensors_of_other_shapes_are_refused_by_name():
         weight_changes({"w": torch.zeros(2, 2, dtype=torch.int8)}, {"w": torch.ones(2, 2, dtype=torch.int8)})
     with pytest.raises(WorkbenchError, match="1 runs"):
         diff("one")
+    with pytest.raises(WorkbenchError, match="cannot compare a int"):
+        diff(1, 2)
 
 
 def test_settings_are_flattened_and_only_different_ones_are_left():
@@ -180,15 +182,29 @@ def test_two_runs_in_python_on_the_command_line_and_as_views(runs):
     )
     drawn = {
         name: view(source, link)
-        for name, view in (("settings", differences.settings), ("weights", differences.weights))
+        for name, view in (("settings", differences.settings), ("weights", differences.moved_weights))
     }
     assert len(drawn["settings"].table) == len(result.settings)
     expected = workbench.diff(a, b, step=["last", "first"]).weights
     assert sorted(drawn["weights"].table["relative"]) == pytest.approx(sorted(expected["relative"]), rel=1e-6)
     with pytest.raises(WorkbenchError, match="equal weights"):
-        differences.weights(source, link.but(step_b=20))
+        differences.moved_weights(source, link.but(step_b=20))
     assert "random directions" in drawn["weights"].figure.layout.title.subtitle.text
     steps = workbench.diff(a, a, step=["first", "last"])
     assert steps.settings.empty
     assert steps.names == ("text-transformer-s0, step 0", "text-transformer-s0, step 20")
     assert len(workbench.diff(a, b, runs / "text-resformer-s1").settings.columns) == 4
+
+
+def test_runs_of_one_name_in_two_folders_are_told_apart_and_models_are_compared(tmp_path):
+    for folder, seed in (("one", 0), ("two", 1)):
+        dashboard.run(tmp_path / folder, "text-a-s0", "transformer", seed, "text", steps=(20,))
+    result = diff(tmp_path / "one" / "text-a-s0", tmp_path / "two" / "text-a-s0")
+    assert result.names == ("text-a-s0 (1)", "text-a-s0 (2)")
+    assert result.settings.to_dict("records") == [{"setting": "seed", "text-a-s0 (1)": "0", "text-a-s0 (2)": "1"}]
+    assert result.weights["relative"].gt(0).any()
+    models = [build(name, dashboard.MODEL, seed=0) for name in ("transformer", "resformer")]
+    result = diff(*models)
+    assert result.names == ("model transformer", "model resformer")
+    assert result.weights["relative"].eq(0).all()
+    assert "options.lambda_v1" in result.settings["setting"].tolist()

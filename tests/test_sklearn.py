@@ -71,6 +71,9 @@ def test_a_matrix_holds_the_cached_activations_of_observed_models(family):
         X, y = as_matrix(model, site, IDS, layer=1)
         assert np.allclose(X, cache[hook].flatten(2).flatten(0, 1).numpy(), atol=1e-6)
         assert len(y) == IDS.numel()
+    mass = cache["blocks.1.attn.hook_pattern"][:, :, 1:, 0].mean((0, 2)).numpy()
+    features = head_features(model, IDS).query("layer == 1")
+    assert features["first token"].to_numpy() == pytest.approx(mass, abs=1e-6)
 
 
 def test_other_sites_layers_and_hook_points_are_refused_by_name():
@@ -225,7 +228,7 @@ def test_views_draw_both_models_with_their_numbers(tmp_path):
     assert "B turned onto A" in drawn.figure.layout.title.subtitle.text.replace("<br>", " ")
     assert drawn.sentence.startswith("A: Token identity share")
     assert set(drawn.table["model"]) == {s.title for s in source.subjects(link)}
-    assert len(maps.layers(source, link).table) == 2 * 2 * 3
+    assert len(maps.separation_by_layer(source, link).table) == 2 * 2 * 3
     assert len(maps.groups(source, link.but(groups=2)).table) == 4
     one = maps.tokens(source, Link.parse("maps?a=race-transformer-s0&layer=0&colour=position&prompt=KKqq77KKqq"))
     assert "the prompt" in one.figure.layout.title.subtitle.text

@@ -30,11 +30,11 @@ def differences_page(link: Link) -> None:
         st.info("Select *Compare* and a model B.", icon=":material/compare_arrows:")
         return
     show(differences.settings, link)
-    with toolbar("controls"):
+    with toolbar("options"):
         words = differences.QUANTITIES
         quantity = widgets.choose("Quantity", "quantity", list(words), show=words.__getitem__, width=360)
-    show(differences.weights, link.but(quantity=quantity), about=WEIGHTS, long="Comparing weights")
-    show(differences.measures, link, about=MEASURES)
+    show(differences.moved_weights, link.but(quantity=quantity), about=WEIGHTS, long="Comparing weights")
+    show(differences.moved_measures, link, about=MEASURES)
 
 
 if __name__ == "__main__":

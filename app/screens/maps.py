@@ -36,7 +36,7 @@ def maps_page(link: Link) -> None:
         st.caption("The training text of an imported model is unknown: type a text.")
         link = prompt_box(link)
         link = link if link.text("stored") else link.but(prompt=source.prompt(link))
-    with toolbar("controls"):
+    with toolbar("options"):
         site = widgets.choose("Site", "site", list(maps.SITES), show=maps.SITES.__getitem__, width=230)
         link = link.but(site=site)
         ready(link, "Loading the model", maps.layers_of)
@@ -46,7 +46,7 @@ def maps_page(link: Link) -> None:
         colour = widgets.choose("Colour", "colour", list(maps.COLOURS), width=120)
     link = link.but(layer=layer, method=method, colour=colour)
     show(maps.tokens, link, about=TOKENS, long="Drawing the map")
-    show(maps.layers, link, about=TOKENS, long="Measuring every layer")
+    show(maps.separation_by_layer, link, about=TOKENS, long="Measuring every layer")
     panel = st.expander(
         "Heads grouped by their patterns", icon=":material/account_tree:", on_change="rerun", key="open_heads"
     )

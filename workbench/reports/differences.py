@@ -145,56 +145,93 @@ def diff(*things: Any, step: str | int | Sequence[str | int] = "last", top: int 
         raise WorkbenchError(
             f"{len(things)} runs and {len(steps)} steps: give two runs or more, and one step for each or for all"
         )
-    opened = [_opened(thing) for thing in things]
-    names = tuple(_name(thing, at, opened, steps) for thing, at in zip(opened, steps, strict=True))
-    settings = setting_differences({n: _description(o, at) for n, o, at in zip(names, opened, steps, strict=True)})
+    sides = [Side.of(thing, at) for thing, at in zip(things, steps, strict=True)]
+    names = [side.name(with_step=len(set(steps)) > 1) for side in sides]
+    names = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names, 1)]  # runs of several folders
+    settings = setting_differences({name: side.description() for name, side in zip(names, sides, strict=True)})
     if len(things) > 2:
-        return Differences(names, settings, notes=("Weights and measures are compared for two runs, not more.",))
+        return Differences(tuple(names), settings, notes=("Weights and measures are compared for two runs, not more.",))
     notes, weights, measures = [], pd.DataFrame(), pd.DataFrame()
-    if shipped := [o.name for o in opened if isinstance(o, Run) and not o.steps]:
-        notes.append(f"Weights are not compared: no checkpoints here of {' and '.join(shipped)}.")
+    runs = [side.thing for side in sides if isinstance(side.thing, Run)]
+    if absent := [run.name for run in runs if not run.steps]:
+        notes.append(f"Weights are not compared: no checkpoints here of {' and '.join(absent)}.")
     else:
         try:
-            weights = weight_changes(*(_tensors(o, at) for o, at in zip(opened, steps, strict=True)), top=top)
+            weights = weight_changes(*(side.tensors() for side in sides), top=top)
         except BadCheckpoint as reason:
             notes.append(f"Weights are not compared: {reason}")
-    runs = [(o, _step(o, at)) for o, at in zip(opened, steps, strict=True) if isinstance(o, Run)]
     if len(runs) == 2:
-        measures, note = _stored_measures(runs)
+        measures, note = measure_differences(*(side.rows() for side in sides))
         notes.append(note)
-    return Differences(names, settings, weights, measures, tuple(notes))
+    return Differences(tuple(names), settings, weights, measures, tuple(notes))
 
 
-def _opened(thing: Any) -> Any:
-    """Return a `Run`, a model, or the path of a checkpoint that is no run."""
-    if isinstance(thing, str | Path) and (location := locate(thing)).is_run:
-        return Run.open(location)
-    return thing
+@dataclass(frozen=True)
+class Side:
+    """One of the things that are compared: a run at a step, the path of a checkpoint, or a model."""
 
+    thing: Any
+    step: str | int
 
-def _step(run: Run, step: str | int) -> int | None:
-    """Return the number of a step; None for the last one of a run without checkpoints."""
-    return None if step == "last" and not run.steps else run.resolve(step)[0]
+    @classmethod
+    def of(cls, thing: Any, step: str | int) -> Side:
+        """Open a run; raises `WorkbenchError` for anything that has neither settings nor weights."""
+        if isinstance(thing, str | Path) and (location := locate(thing)).is_run:
+            thing = Run.open(location)
+        if not isinstance(thing, str | Path | Run) and not hasattr(thing, "named_parameters"):
+            what = type(thing).__name__
+            raise WorkbenchError(
+                f"cannot compare a {what}; give runs, paths of checkpoints, or models of `load` or `observe`"
+            )
+        return cls(thing, step)
 
+    @property
+    def number(self) -> int | None:
+        """Number of a run's step; None for the last one of a run without checkpoints."""
+        return None if self.step == "last" and not self.thing.steps else self.thing.resolve(self.step)[0]
 
-def _name(thing: Any, step: str | int, all_things: Sequence[Any], steps: Sequence[str | int]) -> str:
-    """Return the name of a run, with its step if they differ; of a path or of a model."""
-    if isinstance(thing, Run):
-        return f"{thing.name}, step {_step(thing, step)}" if len(set(steps)) > 1 else thing.name
-    if isinstance(thing, str | Path):
-        return str(thing)
-    place = next(i for i, other in enumerate(all_things) if other is thing)
-    return f"model {place + 1}"
+    def name(self, with_step: bool) -> str:
+        """Return the name of a run, of a path or of a model."""
+        if isinstance(self.thing, Run):
+            return f"{self.thing.name}, step {self.number}" if with_step else self.thing.name
+        return str(self.thing) if isinstance(self.thing, str | Path) else f"model {self.thing.architecture}"
 
+    def state(self) -> Any:
+        """Return the unread tensors of a checkpoint and its facts."""
+        from workbench.checkpoints.identify import identify  # import torch
+        from workbench.checkpoints.lora import read_merged
 
-def _description(thing: Any, step: str | int) -> Mapping[str, Any]:
-    """Return the settings of a run, of a checkpoint's configuration, or of a model."""
-    if isinstance(thing, Run):
-        return {name: thing.info[name] for name in SECTIONS if name in thing.info}
-    if isinstance(thing, str | Path):
-        info = _state(thing, step).info
-        return {"format": info.format, "model": dict(info.config or {})}
-    return {"architecture": thing.architecture, "options": getattr(thing, "options", {}), "model": vars(thing.config)}
+        return read_merged(identify(self.thing.path if isinstance(self.thing, Run) else self.thing, self.step))
+
+    def description(self) -> Mapping[str, Any]:
+        """Return the settings of a run, of a checkpoint's configuration, or of a model."""
+        if isinstance(self.thing, Run):
+            return {name: self.thing.info[name] for name in SECTIONS if name in self.thing.info}
+        if isinstance(self.thing, str | Path):
+            info = self.state().info
+            return {"format": info.format, "model": dict(info.config or {})}
+        model = self.thing
+        return {
+            "architecture": model.architecture,
+            "options": getattr(model, "options", {}),
+            "model": vars(model.config),
+        }
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Return the tensors by name, unread where they are in a file."""
+        if not isinstance(self.thing, Run | str | Path):
+            return dict(self.thing.named_parameters())
+        state = self.state()
+        state.check()
+        return dict(state.tensors)
+
+    def rows(self) -> pd.DataFrame:
+        """Return `stored_rows` of a run and of the other seeds of its model in the same folder."""
+        folder = self.thing.path.parent
+        entries = catalogue(folder).entries
+        own = [e for e in entries if e.path == str(self.thing.path)]
+        alike = [e for e in entries if own and (e.group, e.series) == (own[0].group, own[0].series)]
+        return stored_rows(alike, self.number, RecordCache(folder), TelemetryCache(folder))
 
 
 def setting_differences(descriptions: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -225,22 +262,6 @@ def _leaves(value: Any, name: str = "") -> Any:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _state(thing: str | Path, step: str | int) -> Any:
-    from workbench.checkpoints.identify import identify  # import torch
-    from workbench.checkpoints.lora import read_merged
-
-    return read_merged(identify(thing, step))
-
-
-def _tensors(thing: Any, step: str | int) -> Mapping[str, Any]:
-    """Return the tensors of a checkpoint by name, unread where they are in a file."""
-    if isinstance(thing, Run | str | Path):
-        state = _state(thing.path if isinstance(thing, Run) else thing, step)
-        state.check()
-        return dict(state.tensors)
-    return dict(thing.named_parameters())
-
-
 def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP) -> pd.DataFrame:
     """Return which tensors moved, by how much and in which directions.
 
@@ -263,7 +284,7 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
     shapes = [{name: [int(n) for n in x.shape] for name, x in each.items()} for each in (a, b)]
     if faults := misfits(shapes[1], shapes[0]):
         raise BadCheckpoint(f"B does not have A's tensors, so no matrix is compared\n  {faults}")
-    rows, places, seen = [], _layer_places(a), set[Any]()
+    rows, seen = [], set[Any]()
     for name in a:
         place = getattr(a[name], "place", id(a[name]))
         if place in seen:  # tied to one before it
@@ -280,7 +301,8 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
             continue
         first, second = (x.reshape(len(x) if x.ndim > 1 else 1, -1) for x in (one, other))
         change = matrix_change(first, second, top)
-        layer, matrix = places[name]
+        place_in_name = re.fullmatch(r"(?:.*?\.)?(\d+)\.(.*)", name)  # the first number is the layer
+        layer, matrix = (int(place_in_name[1]), place_in_name[2]) if place_in_name else (None, name)
         row = {
             "tensor": name,
             "layer": layer,
@@ -297,28 +319,7 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
     return pd.DataFrame(rows).astype({"layer": "Int64"})
 
 
-def _layer_places(names: Mapping[str, Any]) -> dict[str, tuple[int | None, str]]:
-    """Return layer and name without it, by tensor: the first number in a name is its layer."""
-    matches = {name: re.fullmatch(r"(?:(.*?)\.)?(\d+)\.(.*)", name) for name in names}
-    return {name: (int(m[2]), m[3]) if m else (None, name) for name, m in matches.items()}
-
-
 # ---- stored measures -------------------------------------------------------------------------------------------------
-
-
-def _stored_measures(runs: Sequence[tuple[Run, int | None]]) -> tuple[pd.DataFrame, str]:
-    """Return `measure_differences` of the stored records of two runs and of the other seeds of their models."""
-    known: dict[Path, Any] = {}
-    frames = []
-    for run, step in runs:
-        folder = run.path.parent
-        entries = known.setdefault(folder, catalogue(folder)).entries
-        own = next((e for e in entries if e.path == str(run.path)), None)
-        if own is None:
-            return pd.DataFrame(), f"Measures are not compared: {run.path} is not listed among the runs of its folder."
-        alike = [e for e in entries if (e.group, e.series) == (own.group, own.series)]
-        frames.append(stored_rows(alike, step, RecordCache(folder), TelemetryCache(folder)))
-    return measure_differences(*frames)
 
 
 def stored_rows(

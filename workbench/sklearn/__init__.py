@@ -9,10 +9,10 @@ scikit-learn takes a second to import, so nothing else of the package imports th
 
 from workbench.sklearn.estimators import SoftmaxProbe, StreamedPCA, StreamedProbe
 from workbench.sklearn.heads import FEATURES, HeadGroups, group_heads, head_features
-from workbench.sklearn.matrices import as_matrices, as_matrix, places
+from workbench.sklearn.matrices import as_matrices, as_matrix, site_hooks
 from workbench.sklearn.token_maps import METHODS, TokenMap, aligned, neighbourhood_purity, separation, token_map
 
 __all__ = [
     "FEATURES", "METHODS", "HeadGroups", "SoftmaxProbe", "StreamedPCA", "StreamedProbe", "TokenMap", "aligned", "as_matrices",
-    "as_matrix", "group_heads", "head_features", "neighbourhood_purity", "places", "separation", "token_map",
+    "as_matrix", "group_heads", "head_features", "neighbourhood_purity", "separation", "site_hooks", "token_map",
 ]  # fmt: skip

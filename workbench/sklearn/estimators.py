@@ -98,7 +98,7 @@ class SoftmaxProbe(ClassifierMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any) -> SoftmaxProbe:
         """Fit to vectors X [n, width] and token ids y [n]."""
-        sums = _sums(X, y)
+        sums = StreamedProbe().fit(X, y).sums_
         if len(sums.ids) < 3:
             raise BadData(f"{len(sums.ids)} tokens: a softmax probe needs three or more")
         self.basis_ = Discriminant.of(sums)
@@ -162,9 +162,3 @@ class StreamedProbe(ClassifierMixin, BaseEstimator):
 
 def _tensor(X: Any) -> torch.Tensor:
     return torch.as_tensor(np.asarray(X, dtype=np.float32))
-
-
-def _sums(X: Any, y: Any) -> ClassSums:
-    sums = ClassSums()
-    sums.add(_tensor(X), torch.as_tensor(np.asarray(y)))
-    return sums

@@ -19,7 +19,7 @@ SITES = tuple(
 )
 
 
-def places(model: HookedModel, site: str) -> dict[int, str]:
+def site_hooks(model: HookedModel, site: str) -> dict[int, str]:
     """Return the hook points of a site by layer, of the layers that have it; layer L of the stream is the final norm's input.
 
     Raises `UnknownName` for a site that has no vector for each token.
@@ -59,7 +59,7 @@ def as_matrix(
     if site in model.hook_dict:
         name = site
     else:
-        known = places(model, site)
+        known = site_hooks(model, site)
         if layer not in known:
             raise BadData(f"layer {layer} has no {site}; choose from {list(known)}")
         name = known[layer]
@@ -72,7 +72,7 @@ def as_matrices(
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
     """Return `as_matrix` of every layer that has the site, from one pass over the tokens: ({layer: X}, y)."""
     ids, parts = as_ids(model, tokens), dict[int, list[Tensor]]()
-    for layer, x in vectors(model, places(model, site), ids, batch):
+    for layer, x in vectors(model, site_hooks(model, site), ids, batch):
         parts.setdefault(layer, []).append(x)
     return {layer: torch.cat(parts[layer]).numpy() for layer in sorted(parts)}, ids.flatten().numpy()
 

@@ -31,10 +31,11 @@ QUANTITIES = {
     "overlap_in": "overlap with A's directions, input side",
 }
 """Columns of the table of weights, in words."""
+UNITS = {"relative": "size", "top_share": "share", "overlap_out": "overlap", "overlap_in": "overlap"}
 ROW, LONGEST = 24, 28  # pixels of a measure's row, characters of a setting's value
 
 
-def compared(source: Source, link: Link) -> list[RunAtStep]:
+def both_models(source: Source, link: Link) -> list[RunAtStep]:
     """Models A and B of a link, also if it does not name B."""
     return source.subjects(link.but(compare=1))
 
@@ -42,29 +43,30 @@ def compared(source: Source, link: Link) -> list[RunAtStep]:
 @view("differences")
 def settings(source: Source, link: Link) -> Drawing:
     """Settings in which the runs of A and B differ: options, shape, recipe, data and versions."""
-    a, b = compared(source, link)
+    a, b = both_models(source, link)
     described = {s.title: {k: v for k, v in Run.open(s.entry.path).info.items() if k in SECTIONS} for s in (a, b)}
     table = setting_differences(described)
     if table.empty:
         raise WorkbenchError("A and B have equal settings.")
     figure = go.Figure()
+    rows = [safe(name) for name in table["setting"]]
     for column in table.columns[1:]:
         values = [value or "–" for value in table[column]]
         figure.add_scatter(
-            x=[safe(column)] * len(table), y=[safe(name) for name in table["setting"]], mode="text", name=safe(column), showlegend=False,
+            x=[safe(column).replace(", step", "<br>step")] * len(table), y=rows, mode="text", name=safe(column), showlegend=False,
             text=[safe(short(value, LONGEST)) for value in values], customdata=[[safe(value)] for value in values],
             hovertemplate="%{y}<br>%{customdata[0]}<extra></extra>",
         )  # fmt: skip
     figure.update_yaxes(type="category", range=[len(table) - 0.5, -0.9], showgrid=False)
     figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5])
-    figure = dressed(figure, "Settings that differ", "", 60 + ROW * (len(table) + 1))
+    figure = dressed(figure, "Settings that differ", "", 80 + ROW * (len(table) + 1))
     return Drawing(at_least(figure, 460), table)
 
 
-@view("differences")
-def weights(source: Source, link: Link) -> Drawing:
+@view("differences", "weights")
+def moved_weights(source: Source, link: Link) -> Drawing:
     """How far each matrix moved from A to B, and in which directions, by layer."""
-    a, b = compared(source, link)
+    a, b = both_models(source, link)
     quantity = link.choice("quantity", QUANTITIES)
 
     def read() -> pd.DataFrame:
@@ -81,7 +83,7 @@ def weights(source: Source, link: Link) -> Drawing:
     cells = cells[sorted(cells.columns)]
     grid = plots.Grid(
         cells.to_numpy(dtype=float), [str(name).removesuffix(".weight") for name in cells.index], [str(n) for n in cells.columns],
-        quantity.partition("_")[0], "matrix", "layer", texts=np.vectorize("{:.2g}".format)(cells.to_numpy(dtype=float)), upward=False,
+        UNITS[quantity], "matrix", "layer", texts=np.vectorize("{:.2g}".format)(cells.to_numpy(dtype=float)), upward=False,
     )  # fmt: skip
     under = f"{QUANTITIES[quantity]}; B: {b.name}; A: {a.name}"
     if quantity.startswith("overlap"):
@@ -93,18 +95,18 @@ def weights(source: Source, link: Link) -> Drawing:
     return Drawing(at_least(figure, 260 + 36 * min(len(cells.columns), 12)), changes, sentence)
 
 
-@view("differences")
-def measures(source: Source, link: Link) -> Drawing:
+@view("differences", "measures")
+def moved_measures(source: Source, link: Link) -> Drawing:
     """Stored measures of B minus A over shared seeds; beyond ±1 the difference exceeds the noise over seeds."""
     sides = []
-    for subject in compared(source, link):
+    for subject in both_models(source, link):
         entry = subject.entry
         alike = [e for e in source.catalogue().entries if (e.group, e.series) == (entry.group, entry.series)]
         sides.append(stored_rows(alike, subject.step, source.cache.records, source.cache.telemetry))
     table, sentence = measure_differences(*sides)
     if table.empty or "low" not in table:
         raise WorkbenchError(sentence)
-    a, b = (run_name(s.entry) for s in compared(source, link))
+    a, b = (run_name(s.entry) for s in both_models(source, link))
     table = table.assign(relative=table["difference"] / ((table["high"] - table["low"]) / 2))
     shown = table[np.isfinite(table["relative"])].sort_values("relative")
     if shown.empty:

@@ -45,9 +45,9 @@ def sample(source: Source, link: Link) -> tuple[Any, str]:
 
 def layers_of(source: Source, link: Link) -> list[int]:
     """Return the layers of model A that have the link's site."""
-    from workbench.sklearn import places
+    from workbench.sklearn import site_hooks
 
-    return list(places(source.model(source.subjects(link)[0]), link.choice("site", SITES)))
+    return list(site_hooks(source.model(source.subjects(link)[0]), link.choice("site", SITES)))
 
 
 def _subjects(source: Source, link: Link) -> list[RunAtStep]:
@@ -130,8 +130,8 @@ def _in_words(token_map: TokenMap) -> str:
     return "; ".join(parts).capitalize() + "."
 
 
-@view("maps")
-def layers(source: Source, link: Link) -> Drawing:
+@view("maps", "layers")
+def separation_by_layer(source: Source, link: Link) -> Drawing:
     """How well tokens separate at each layer, in all dimensions, with the chance level."""
     from workbench.sklearn import as_matrices
     from workbench.sklearn.token_maps import by_layer_separation
