@@ -20,7 +20,7 @@ from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
 
 KEYS = {*SELECTION, *(key for page in PAGES.values() for key in page.keys)}
-SHARED = ("layer", "head", "target", "against", "metric", "variant", "position")
+SHARED = ("layer", "head", "target", "against", "metric", "variant", "position", "other")
 """Keys with one meaning on several pages, besides those of every page."""
 OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
 """Keys whose meaning depends on the page."""

@@ -54,7 +54,7 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     at = page(populated)
     told = said(at).replace("**", "")
-    assert "Unresolved. Step of learning to copy minus the Transformer's: SVFormer -7" in told
+    assert "Unresolved. Step of learning to copy minus the Transformer's: SVFormer −7" in told
     assert "controls that were not trained: " in told
     table = next(d.value for d in at.dataframe if "seed 0" in d.value)
     assert list(table["model"]) == ["SVFormer", "Transformer"]

@@ -223,3 +223,6 @@ def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path
     types = heads.head_types(source, [entry])
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [types[entry.name, n, h] for n, h in places] == ["sink", "induction", "previous token", "other"]
+    table = heads.ranked(source, Link.parse("heads?metric=sink_mass&end=type&models=resformer&find=s0"))
+    by_type = [(kind, layer, head) for kind, layer, head in table[["type", "layer", "head"]].itertuples(index=False)]
+    assert by_type == [("sink", 0, 0), ("previous token", 1, 0), ("induction", 0, 1), ("other", 1, 1)]

@@ -169,3 +169,17 @@ def test_what_cannot_be_read_is_refused_in_words(source, name, options, error, w
 def test_hostile_tokens_stay_text(source):
     figure = drawn(source, "lens", prompt="<script>alert(1)</script> <b>").figure
     assert "<script" not in figure.to_json().replace("\\u003c", "<")
+
+
+def test_the_next_tokens_after_two_texts_are_the_same_tokens_and_subtracted(source):
+    drawing = drawn(source, "two_texts", prompt="return sum(values)", other="def mean(")
+    first, second, minus = (
+        rows.set_index("id")["probability"] for _, rows in drawing.table.groupby("text", sort=False)
+    )
+    assert list(first.index) == list(second.index) == list(minus.index)
+    assert minus.to_numpy() == pytest.approx(first.to_numpy() - second.to_numpy())
+    alone = drawn(source, "predictions", prompt="def mean(").table.set_index("id")["probability"]
+    assert second[alone.index.intersection(second.index)].to_numpy() == pytest.approx(
+        alone[second.index.intersection(alone.index)].to_numpy()
+    )
+    assert drawing.table["text"].unique().tolist() == ["first text", "second text", "first − second"]

@@ -87,7 +87,7 @@ class Figure {
     names.forEach((line, i) => (line.y = Math.max(line.y, i ? names[i - 1].y + LINE : 0)));
     names.reverse().forEach((line, i) => (line.y = Math.min(line.y, i ? names[i - 1].y - LINE : high)));
     const notes = names.map(({ name, mark, y }) => ({
-      name: "line", text: `${mark} ${name}`, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1 - y / high, xanchor: "left", align: "left", xshift: 4,
+      name: "line", text: `${mark} ${name}`, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1 - y / high, yanchor: "middle", xanchor: "left", align: "left", xshift: 4,
     }));
     await window.Plotly.relayout(this.plot, { annotations: [...own.map((note) => note._input ?? note), ...notes] });
   }
@@ -228,16 +228,18 @@ function atEnds(data, layout) { // the lines that are named where they end, if a
   if (named.some(({ type, mode }) => type !== "scatter" || !/lines/.test(mode))) return null;
   const last = ({ y }) => Array.from(decoded(y)).findLast(Number.isFinite);
   const lines = [...new Map(named.map((trace) => [trace.name, trace])).values()].filter((trace) => last(trace) !== undefined); // the subtitle says what the others are
-  if (!lines.length || lines.length > MOST) return null;
+  if (lines.length < (layout.showlegend ? 1 : 2) || lines.length > MOST) return null;
   const room = 24 + 6.6 * Math.max(...lines.map(({ name }) => name.length));
   if (layout.width - (layout.margin?.l ?? 80) - room < LEAST) return null;
   if (layout.legend?.orientation === "h" && layout.legend.yref === "container") (layout.height -= 30), (layout.margin.b -= 30);
   layout.showlegend = false;
   layout.margin.r = room;
   const dash = { dot: "┈", dash: "╌", dashdot: "┄" };
-  return lines.map((t) => ({ name: t.name, last: last(t), mark: `<span style="color:${t.line?.color ?? t.marker?.color}">${dash[t.line?.dash] ?? "●"}</span>` }));
+  const shape = ({ marker }) => SHAPES[[marker?.symbol].flat()[0]?.replace("-open", "")] ?? "●";
+  return lines.map((t) => ({ name: t.name, last: last(t), mark: `<span style="color:${t.line?.color ?? t.marker?.color}">${dash[t.line?.dash] ?? shape(t)}</span>` }));
 }
 
+const SHAPES = { square: "■", diamond: "◆", "triangle-up": "▲", "triangle-down": "▼", cross: "✚", x: "✖", star: "★", hexagon: "⬢", pentagon: "⬟" };
 const decoded = (values) => values?.bdata ? new KINDS[values.dtype](Uint8Array.from(atob(values.bdata), (c) => c.charCodeAt(0)).buffer) : values ?? [];
 const KINDS = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, i1: Int8Array, u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 

@@ -12,7 +12,7 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..figures import ready, show
-from ..page_frame import page, toolbar
+from ..page_frame import controls, page
 from ..prompt_box import prompt_box
 
 ABOUT = (
@@ -36,7 +36,7 @@ def maps_page(link: Link) -> None:
         st.caption("The training text of an imported model is unknown: type a text.")
         link = prompt_box(link)
         link = link if link.text("stored") else link.but(prompt=source.prompt(link))
-    with toolbar("options"):
+    with controls():
         site = widgets.choose("Site", "site", list(maps.SITES), show=maps.SITES.__getitem__, width=230)
         link = link.but(site=site)
         ready(link, "Loading the model", maps.layers_of)

@@ -53,7 +53,7 @@ PART_VIEWS = {
     "carries": (prompt.values, prompt.identity), "follow": (follow.follow,),
 }  # fmt: skip
 ABOUTS = {"layers": LENS, "who": ATTRIBUTION, "carries": VALUES, "follow": FOLLOW}
-WITHOUT_CLICKS = (prompt.predictions, follow.follow)
+WITHOUT_CLICKS = (prompt.predictions, prompt.two_texts, follow.follow)
 
 
 def prompt_page(link: Link) -> None:
@@ -62,6 +62,10 @@ def prompt_page(link: Link) -> None:
     left, right = st.columns([2, 3])
     with left:
         link = prompt_box(link)
+        if shown == "next":
+            about = "The next token after both texts, and the difference"
+            other = widgets.text_line("Second text (optional)", "other", rows=2, placeholder="to compare", help=about)
+            link = link.but(other=other or None)
     source = cached_source()
     subject, text = source.subjects(link)[0], source.prompt(link)
     tokens = source.tokens(subject, text)  # refused here, once, if it cannot be read
@@ -85,6 +89,8 @@ def prompt_page(link: Link) -> None:
 
     with toolbar("options"):
         link, views, take = link.but(show=shown, position=at), PART_VIEWS[shown], take_token
+        if shown == "next" and link.text("other"):
+            views = (prompt.two_texts, prompt.surprise)
         if shown == "layers":
             names = {name: row[0] for name, row in prompt.LENS.items()}
             link = link.but(
@@ -104,7 +110,9 @@ def prompt_page(link: Link) -> None:
                 widgets.update_url(layer=None)
             layers, default = range(subject.entry.n_layers), follow.default_layer(subject)
             link = link.but(layer=widgets.choose("Layer", "layer", layers, default, width=80))
-    least = (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") else FIGURE_PX
+    least = (
+        (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") or prompt.two_texts in views else FIGURE_PX
+    )
     with figures_side_by_side(least) if len(views) > 1 else st.container():
         for view in views:
             show(view, link, about=ABOUTS.get(shown, ""), take=None if view in WITHOUT_CLICKS else take)

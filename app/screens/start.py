@@ -346,9 +346,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
 
 
 def _verdict(judged: start.Judgement, sentence: str = "") -> None:
-    st.markdown(f"**{widgets.escaped(judged.claim.text)}**")
+    st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
     box = {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info)
-    box(f"**{widgets.escaped(judged.verdict.words.capitalize())}.** {widgets.escaped(sentence)}".strip())
+    box(f"**{widgets.escaped(judged.verdict.words.capitalize())}.** {widgets.typeset(sentence)}".strip())
 
 
 # ---- the demo --------------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
         figure.add_bar(
             x=list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
             name=markup.escape(name), showlegend=False,
-            text=[f"{c:+.1%}" if name == MINUS else f"{c:.1%}" for c in chances], textposition="outside",
+            text=[f"{c:+.1%}".replace("-", "−") if name == MINUS else f"{c:.1%}" for c in chances], textposition="outside",
             cliponaxis=False, row=1, col=i + 1,
         )  # fmt: skip
         figure.update_yaxes(

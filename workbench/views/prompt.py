@@ -21,6 +21,7 @@ from workbench.views.positions import cell_names, own_position, own_positions, p
 from workbench.views.source import RunAtStep, Source, read_alike
 
 WINDOW, WORDS, LINE, TOP, SHOWN = 128, 24, 1024, 50, 10
+TEXTS, TEXT_MINUS = ("first text", "second text"), "first − second"
 """Most positions of a map, of a map with a word in each cell, and of a line; tokens to choose from and tokens drawn."""
 LENS = {
     "probability": ("next token's probability", "probability", (0.0, 1.0), "higher: predicted already"),
@@ -147,21 +148,54 @@ def predictions(source: Source, link: Link) -> Drawing:
     text = source.prompt(link)
     subjects, sentence = own_positions(source, link)
     results = [source.query(prompts.next_tokens, subject, text, position=own, top=TOP) for subject, own in subjects]
+    alike = len(subjects) == 2 and read_alike(*(s.entry for s, _ in subjects))
+    frames = _next_tokens(results, [(s.title, s.series) for s, _ in subjects], alike)
+    figure = _next_tokens_figure(frames)
+    figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text")
+    return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), sentence)
+
+
+@view("prompt")
+def two_texts(source: Source, link: Link) -> Drawing:
+    """The likeliest next tokens of model A after two texts, the same tokens for both, and their difference."""
+    if not (other := link.text("other")):
+        raise WorkbenchError("enter a second text to compare")
+    subject, texts = source.subjects(link)[0], (source.prompt(link), other)
+    results = [source.query(prompts.next_tokens, subject, text, position=-1, top=TOP) for text in texts]
+    frames = _next_tokens(results, [(name, subject.series) for name in TEXTS], True)
+    figure = _next_tokens_figure(frames)
+    figure.for_each_annotation(lambda a: a.update(text=TEXT_MINUS) if a.text == plots.MINUS else None)
+    figure.for_each_xaxis(
+        lambda a: a.update(title_text="probability, difference") if plots.MINUS in str(a.title.text) else None
+    )
+    ends = " and ".join(quoted(source.tokens(subject, text)[-1]) for text in texts)
+    figure.update_layout(
+        title_text="Next token after two texts", title_subtitle_text=f"{subject.name}; after {ends}; probability"
+    )
+    table = pd.concat(frames, ignore_index=True).drop(columns="series").replace({"model": {plots.MINUS: TEXT_MINUS}})
+    return Drawing(figure, table.rename(columns={"model": "text"}))
+
+
+def _next_tokens(
+    results: Sequence[prompts.Predictions], named: Sequence[tuple[str, str]], alike: bool
+) -> list[pd.DataFrame]:
+    """The likeliest tokens of (name, series); of two that are `alike` the same tokens, and the difference."""
     rows = [r.top.head(SHOWN) for r in results]
-    sizes = {len(r.probability) for r in results}
-    alike = len(subjects) == 2 and read_alike(*(s.entry for s, _ in subjects)) and len(sizes) == 1
+    alike = alike and len({len(r.probability) for r in results}) == 1
     if alike:
         both = pd.concat([r.head(SHOWN // 2) for r in rows])[["id", "token"]].drop_duplicates("id")
         rows = [both.assign(probability=r.probability[both["id"]]) for r in results]
-    frames = [r.assign(model=s.title, series=s.series) for r, (s, _) in zip(rows, subjects, strict=True)]
+    frames = [r.assign(model=name, series=series) for r, (name, series) in zip(rows, named, strict=True)]
     if alike:
         minus = frames[0]["probability"] - frames[1]["probability"]
         frames.append(frames[0].assign(model=plots.MINUS, series=plots.MINUS, probability=minus))
-    figure = plots.next_tokens_figure(
+    return frames
+
+
+def _next_tokens_figure(frames: Sequence[pd.DataFrame]) -> go.Figure:
+    return plots.next_tokens_figure(
         [(*f[["model", "series"]].iloc[0], f["token"].tolist(), f["probability"].tolist()) for f in frames]
     )
-    figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text")
-    return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), sentence)
 
 
 @view("prompt")
