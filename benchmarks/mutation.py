@@ -336,21 +336,25 @@ def start_next(copy: Path, left: Iterator[Mutant], tests: Tests, cap: float, row
     file = copy / mutant.path
     source = file.read_text(encoding="utf-8")
     chosen = tests.of(mutant, lines_of(source, mutant))
-    begin = time.monotonic()
+    begin, log = time.monotonic(), copy.parent / "log"
 
     def finish(code: int | None) -> None:
         write(file, source)
         outcome = "hung" if code is None else OUTCOMES.get(code, "caught") if chosen else "no test"
+        failed = (
+            re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE) if chosen else None
+        )
         row = {
             "key": mutant.key(), "path": mutant.path, "line": mutant.line, "kind": mutant.kind, "before": mutant.before,
-            "text": mutant.text, "outcome": outcome, "tests": len(chosen), "seconds": round(time.monotonic() - begin, 1),
+            "text": mutant.text, "outcome": outcome, "by": failed and failed[1], "tests": len(chosen),
+            "seconds": round(time.monotonic() - begin, 1),
         }  # fmt: skip
         with rows.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
         print(f"{outcome:9} {row['seconds']:6} s  {mutant.path}:{mutant.line} {mutant.kind}", flush=True)
 
     write(file, mutant.applied(source))
-    tested = partial(forked, copy, ["-x", *chosen], Cap(cap), copy.parent / "log")
+    tested = partial(forked, copy, ["-x", *chosen], Cap(cap), log)
     return Running(tested() if chosen else os.spawnlp(os.P_NOWAIT, "true", "true"), begin + 5 * cap + 120, finish)
 
 

@@ -23,7 +23,11 @@ import pytest
 
 
 def pytest_configure():
-    """Ctrl-C reaches the processes that tests start, also in the background of a shell, which ignores it; no logs."""
+    """Ctrl-C reaches the processes that tests start, also in the background of a shell, which ignores it; no logs.
+
+    What tests write need not outlive the machine.
+    """
+    os.fsync = lambda file: None
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.disable(logging.WARNING)  # Streamlit logs each call outside a page, thousands of them

@@ -9,8 +9,6 @@ import dashboard
 import pytest
 from app_pages import charts, is_of, pictures
 
-from workbench.views import Link, Source, attention
-
 APP = Path(__file__).parent.parent / "app"
 A = {"a": "text-resformer-s0"}
 BOTH = A | {"compare": "1", "b": "text-transformer-s0"}
@@ -44,22 +42,6 @@ def test_the_picture_shows_what_the_address_says(page, populated):
     assert header["panels"][0]["queries"] == list(range(4, 11))
     assert header["panels"][1]["keys"] == list(range(1, 8))
     assert header["minus"]
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"layer": "99", "head": "-1"},
-        {"queries": "9-2", "keys": "<script>", "lock": "4711", "scale": "<b>"},
-        {"stored": "../../etc/passwd"},
-    ],
-)
-def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, wish):
-    at = page(populated, **A, **wish)
-    assert any("ignored" in i.value for i in at.info)
-    first = attention.attention_options(Source(populated), Link("attention", A))
-    assert (element(at)["layer"], element(at)["head"]) == (first.layer, first.head)
-    assert "<script>" not in said(at)
 
 
 def test_hostile_text_reaches_the_page_as_data_alone(page, populated):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import parse_qs
 
 import pytest
-from app_pages import address, charts, ignored, said
+from app_pages import charts, ignored, said
 
 from workbench.views import Link, Source, heads
 
@@ -48,15 +48,6 @@ def test_a_chosen_passage_leads_to_attention_with_its_query_held(page, populated
     label, asked = link_to_attention(at)
     assert "selected passage" in label
     assert asked.items() >= (RUN | {"prompt": found["prompt"][3], "lock": str(found["lock"][3])}).items()
-
-
-def test_the_first_head_of_all_is_followed_where_the_address_names_none(page, populated):
-    at = page(populated, set=Source(populated).catalogue().entry("race-svformer-s0").group)
-    assert selected(at, TABLE) == [0]
-    assert "a" not in at.query_params
-    at.selectbox(key="w_end").set_value("lowest").run()
-    assert address(at, "end") == "lowest"
-    assert at.dataframe[0].value["value"].is_monotonic_increasing
 
 
 def test_a_measure_of_layers_that_comes_from_depth_is_named_and_not_called_ignored(page, populated):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dashboard
 import pytest
-from app_pages import DEEP, address, charts, ignored, said
+from app_pages import address, charts, ignored, said
 
 from workbench.runs.run import Run
 from workbench.views.link import PAGES, SELECTION
@@ -45,15 +45,16 @@ def test_prompts_that_cannot_be_read_are_explained(page, populated, tmp_path, na
 
 TEXTS = {
     "markup": "<script>alert(1)</script> [x](javascript:alert(1)) $\\alpha$ :red[a] <b>",
-    "other scripts and control": "שלום \u202eabc\u202c عربى 👩‍👩‍👧 🏳️‍🌈 é a\x00\x07\x1b[31mb\r\nc\u200b",
+    "control": "שלום \u202eabc\u202c عربى 👩‍👩‍👧 🏳️‍🌈 é a\x00\x07\x1b[31mb\r\nc\u200b",
 }
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize(
-    ("name", "part"), [("prompt", "next"), ("prompt", "layers"), ("prompt", "who"), ("intervene", "effect")]
-)
-def test_hostile_text_stays_text(page, populated, name, part, text):
+    ("name", "part", "kind"),
+    [("prompt", "next", "markup"), ("prompt", "layers", "control"), ("prompt", "who", "markup"), ("intervene", "effect", "control")],
+)  # fmt: skip
+def test_hostile_text_stays_text(page, populated, name, part, kind):
+    text = TEXTS[kind]
     at = page(populated, name, prompt=text, other=text, target="0", show=part)
     assert len(charts(at)) == {"next": 2, "layers": 1, "who": 1, "effect": 2}[part]
     specs = " ".join(c.spec for c in charts(at))
@@ -110,10 +111,11 @@ LOOKS = [
     ("name", "right", "turn"),
     [
         *(
-            pytest.param(name, right, turn, marks=[] if right.keys() >= BOTH.keys() else pytest.mark.slow)
+            pytest.param(
+                name, right, turn, marks=[] if right.keys() >= BOTH.keys() and name != "intervene" else pytest.mark.slow
+            )
             for turn, (name, right) in enumerate(LOOKS)
-        ),
-        *(pytest.param(name, {}, turn, marks=pytest.mark.slow) for turn, name in enumerate(DEEP)),
+        )
     ],
 )
 def test_hostile_values_of_every_key_change_nothing(page, populated, name, right, turn):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import dashboard
 import pytest
 from app_pages import charts
+
+from workbench.claims.all_verdicts import judge_all
+from workbench.runs.records import load_records
 
 SHOWN = {
     "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",),
@@ -25,7 +29,14 @@ def said(at):
     return " ".join(e.value.replace("\\", "") for kind in kinds for e in at.get(kind))
 
 
-@pytest.mark.parametrize(("kind", "show"), [(kind, show) for kind, parts in SHOWN.items() for show in parts])
+@pytest.mark.parametrize(
+    ("kind", "show"),
+    [  # verdicts are judged by a process of its own
+        pytest.param(kind, show, marks=pytest.mark.slow if show == "verdicts" else ())
+        for kind, parts in SHOWN.items()
+        for show in parts
+    ],
+)
 def test_no_part_breaks_on_any_folder(page, folders, kind, show):
     at = page(folders[kind], show=show)
     assert "Traceback" not in said(at)
@@ -74,6 +85,31 @@ def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, 
     assert "`make demo` continues it" in said(page(folder))
 
 
+def test_verdicts_are_drawn_with_the_runs_behind_them(page, populated, tmp_path, monkeypatch):
+    """Of the race alone, and judged in this process."""
+    monkeypatch.setattr("app.cached_source.judge_apart", lambda folder, entries, progress: judge_all(entries, progress))
+    for path in populated.glob("race-*"):
+        dashboard.copied(path, tmp_path / path.name)
+    at = page(tmp_path, show="verdicts", claim="value_paths_speed_up_induction")
+    assert len(charts(at)) == 2
+    assert "Unresolved" in said(at).replace("*", "")
+    (behind,) = (d.value for d in at.dataframe if "address" in d.value)
+    assert set(behind["run"]) == {path.name for path in tmp_path.glob("race-*")}
+
+
+def test_a_button_measures_what_the_page_names(page, populated, tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.views.start.xray_plan", lambda entry, step: [(step, "loss")])
+    path = dashboard.copied(populated / "race-transformer-s0", tmp_path / "race-transformer-s0")
+    shutil.rmtree(path / "records")
+    at = page(tmp_path, show="model")
+    assert "is not measured yet: concentration parts" in said(at)
+    assert any(c.value.startswith(f"workbench xray {tmp_path}") for c in at.code)
+    next(b for b in at.button if b.label == "Measure").click()
+    dashboard.settled(at.run())
+    assert set(load_records([path])["metric"]) == {"loss"}
+
+
+@pytest.mark.slow
 def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_path):
     from workbench.config import ModelConfig, TrainConfig
     from workbench.data.sources import RepeatedData

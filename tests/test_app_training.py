@@ -10,12 +10,7 @@ from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
 
 PARTS = ("loss", "gradients", "coefficients", "pace")
-SHOWN = {
-    "populated": PARTS,
-    "empty": ("loss",),
-    "damaged": ("loss",),
-    "half_written": ("loss",),
-}
+SHOWN = {"populated": PARTS, "empty": ("loss",), "damaged": ("loss",), "half_written": ("loss",)}
 """Parts of the page that each kind of folder is a question to."""
 A, B = "text-resformer-s0", "text-transformer-s0"
 

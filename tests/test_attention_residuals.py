@@ -119,12 +119,7 @@ def test_routing_is_what_the_tokens_weights_are(awake, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"depth_heads": 2, "depth_blocks": 2},
-    ],
-)
+@pytest.mark.parametrize("options", [{"depth_heads": 2, "depth_blocks": 2}])
 def test_an_ablated_source_is_missing_from_one_reader_alone(awake, options):
     """Of the final norm, whose input is a sum that can be made by hand; of an earlier reader, that nothing put back is nothing."""
     model = awake("attention_residuals", dtype=WIDE, **options)

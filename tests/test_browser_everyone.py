@@ -21,10 +21,8 @@ pytestmark = pytest.mark.slow
 BOTH = "a=text-resformer-s0&step=20&compare=1&b=text-transformer-s0&step_b=20"
 PAGES = {
     "?show=here": 0, "?show=verdicts": 1, "?show=demo": 4, f"?show=model&{BOTH}": 4,
-    "training": 3, "training?show=gradients": 2,
-    "depth?metric=sink_mass": 2, f"depth?metric=importance_entropy&{BOTH}": 2, "kept": 0,
-    "attention?layer=1&head=0": 0, f"attention?{BOTH}": 0, "heads?a=race-svformer-s0": 3,
-    "prompt": 2, "prompt?show=layers": 1, "prompt?show=follow": 1, f"prompt?show=next&{BOTH}": 2,
+    "training": 3, f"depth?metric=importance_entropy&{BOTH}": 2, "kept": 0,
+    f"attention?{BOTH}": 0, "heads?a=race-svformer-s0": 3, "prompt?show=follow": 1, f"prompt?show=next&{BOTH}": 2,
     "intervene?sweep=remove:part%3Dmlp": 3, f"intervene?{BOTH}": 2,
 }  # fmt: skip
 """Address -> figures at least; the attention page draws itself."""

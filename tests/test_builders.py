@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import dashboard
@@ -15,6 +16,7 @@ import workbench
 from workbench.environment import BUILDERS
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
 from workbench.runs.importing import import_run
+from workbench.runs.run import Run
 
 CODE = """
 import strangers
@@ -45,14 +47,29 @@ def module():
     return strangers.large(strangers.GPT([(0.4, 0.6)] * 3))
 
 
-@pytest.fixture
-def mine(code, module, tmp_path):
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
     """A run of two steps of a module that mixes values by hidden numbers."""
+    folder, module = tmp_path_factory.mktemp("imported"), strangers.large(strangers.GPT([(0.4, 0.6)] * 3))
+    (folder / "own_code.py").write_text(CODE.format(own=0.6))
     for step in (3, 9):
         with torch.no_grad():
             module.lm_head.weight.mul_(step / 3)
-        torch.save({"model": module.state_dict(), "iter_num": step}, tmp_path / f"ckpt_{step}.pt")
-    return import_run(str(tmp_path / "ckpt_*.pt"), tmp_path / "runs", name="mine", builder="own_code:build")
+        torch.save({"model": module.state_dict(), "iter_num": step}, folder / f"ckpt_{step}.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setattr(sys, "dont_write_bytecode", True)
+        run = import_run(str(folder / "ckpt_*.pt"), folder / "runs", name="mine", builder="own_code:build")
+    sys.modules.pop("own_code", None)
+    return run
+
+
+@pytest.fixture
+def mine(code, imported, module, tmp_path):
+    """A copy of that run; `module` is its last step."""
+    with torch.no_grad():
+        module.lm_head.weight.mul_(3)
+    return Run.open(shutil.copytree(imported.path, tmp_path / "runs" / "mine"))
 
 
 @torch.no_grad()
@@ -187,6 +204,7 @@ def test_a_buffer_that_the_file_lacks_is_told(code, tmp_path):
         kept(tmp_path, strangers.large(strangers.GPT()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED[::4])
 def test_pages_show_own_code_where_it_may_run_and_say_what_to_do_where_not(
     mine, browse, monkeypatch, page, address, figures

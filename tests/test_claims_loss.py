@@ -3,12 +3,12 @@
 import math
 
 import pytest
-from planted import LAST, NOISY, coefficients, from_losses, judged, options, row, runs, with_losses
+from planted import LAST, coefficients, from_losses, judged, options, row, runs, with_losses
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("resformer", "status"), [(2.70, "supported"), (2.76, "refuted"), (NOISY, "unresolved")])
+@pytest.mark.parametrize(("resformer", "status"), [(2.70, "supported"), (2.76, "refuted")])
 def test_lower_loss(resformer, status):
     found = from_losses("lower_loss", {"transformer": 2.73, "values_scaled": 2.73, "resformer": resformer})
     assert found.status == status
@@ -153,7 +153,7 @@ def test_same_cost(slower, cache, status):
 
 @pytest.mark.parametrize(
     ("neutreno", "denseformer", "status"),
-    [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted"), (2.73, NOISY, "unresolved")],
+    [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted")],
 )
 def test_ahead_of_relatives(neutreno, denseformer, status):
     levels = {"resformer": 2.70, "neutreno": neutreno, "denseformer": denseformer}
@@ -169,10 +169,7 @@ def test_ahead_of_relatives(neutreno, denseformer, status):
 CONTROLS = {"residual_q": 2.742, "residual_k": 2.746, "residual_attention": 2.757, "residual_hidden": 2.781}
 
 
-@pytest.mark.parametrize(
-    ("changed", "status"),
-    [({}, "supported"), ({"residual_k": 2.60}, "refuted"), ({"residual_q": NOISY}, "unresolved")],
-)
+@pytest.mark.parametrize(("changed", "status"), [({}, "supported"), ({"residual_k": 2.60}, "refuted")])
 def test_value_path_is_the_place(changed, status):
     assert (
         from_losses(
@@ -189,7 +186,7 @@ def test_value_path_without_all_controls_is_unresolved():
     assert "not trained" in found.sentence
 
 
-@pytest.mark.parametrize(("second", "status"), [(2.74, "supported"), (2.66, "refuted"), (NOISY, "unresolved")])
+@pytest.mark.parametrize(("second", "status"), [(2.74, "supported"), (2.66, "refuted")])
 def test_first_layer_is_the_source(second, status):
     first, told = with_losses({"resformer": 2.70}, options=options(source_layer=0))
     later, more = with_losses({"resformer[source_layer=1]": second}, options=options(source_layer=1))
@@ -198,7 +195,7 @@ def test_first_layer_is_the_source(second, status):
 
 @pytest.mark.parametrize(
     ("growth", "early", "status"),
-    [(0.1, 2.75, "supported"), (-0.1, 2.75, "refuted"), (0.1, 2.60, "refuted"), (0.1, NOISY, "unresolved")],
+    [(0.1, 2.75, "supported"), (-0.1, 2.75, "refuted"), (0.1, 2.60, "refuted")],
 )
 def test_late_layers_profit(growth, early, status):
     made, told = [], []
@@ -215,7 +212,7 @@ def test_late_layers_profit(growth, early, status):
 
 @pytest.mark.parametrize(
     ("lost", "status"),
-    [({}, "supported"), ({0.2: 2.8}, "refuted"), ({0.2: 2.60}, "refuted"), ({0.5: NOISY}, "unresolved"),
+    [({}, "supported"), ({0.2: 2.8}, "refuted"), ({0.2: 2.60}, "refuted"),
      ({5.0: [2.695, 2.710, 2.704]}, "unresolved")],
 )  # fmt: skip
 def test_robust_to_its_weight(lost, status):

@@ -40,6 +40,7 @@ def token_windows(stream: TokenDocuments, width: int = 50) -> np.ndarray:
     return hashes[place + width <= stream.starts[owner + 1]]
 
 
+@pytest.mark.slow
 def test_train_and_validation_hardly_overlap(small: Corpus) -> None:
     tokenizer = train_tokenizer((d.text for d in small.split("train")), 512)
     train, validation = (token_windows(tokenize(small, tokenizer, side)) for side in ("train", "validation"))

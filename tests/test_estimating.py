@@ -110,13 +110,11 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_measuring_takes_what_was_foretold(tmp_path):
-    """As it is, where the allocator keeps most, and tensors alone."""
     model, batch, T = SHAPES["batch"]
-    shape = model, 4 * batch, T
     told = foretold(model, METRICS, n=8 * batch, T=T, batch=4 * batch)
-    whole, _ = ratios(told, *real("measuring", "resformer", shape, tmp_path / "as it is"))
+    before, peak = real("measuring", "resformer", (model, 4 * batch, T), tmp_path, gives_back=True)
+    whole, _ = ratios(told, before, peak)
     assert 1 / 1.5 < whole < 1.5
-    before, peak = real("measuring", "resformer", shape, tmp_path / "back", gives_back=True)
     tensors = told.set_index("part")["bytes"][["weights", "activations", "statistics"]].sum() / (peak - before)
     assert 1 / 1.8 < tensors < 1.5, "what operations need inside themselves, and code, come on top"
 

@@ -9,18 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign import (
-    EXAMPLE,
-    GPT,
-    IDS,
-    SHAPE,
-    adam_of,
-    example_container,
-    gpt2_args,
-    llama_tensors,
-    nanogpt,
-    quietly,
-)
+from foreign import EXAMPLE, GPT, IDS, SHAPE, adam_of, example_container, gpt2_args, llama_tensors, nanogpt, quietly
 from safetensors.torch import load_file
 
 import workbench

@@ -19,7 +19,7 @@ from workbench.checkpoints import transformers_modules
 from workbench.checkpoints.identify import CONFIG
 from workbench.errors import WorkbenchError
 
-ROUNDS = 12  # of each form; `benchmarks/damaged_files.py` tries thousands
+ROUNDS = 8  # of each form; `benchmarks/damaged_files.py` tries thousands
 LONGEST = ("values of a Llama's config", "values of another library's config")
 HARMLESS = (
     "text", "link", "catalogue's index", "values of a catalogue's index", "demo's status", "dashboard's note",

@@ -75,7 +75,7 @@ def test_a_published_implementation_is_reproduced(golden):
     assert entropy == pytest.approx(found["token_importance_entropy_by_layer"], abs=1e-4)
 
 
-@pytest.mark.parametrize("folder", ["baseline_gqa", "svformer_gqa", "denseformer_dilation2_period1"])
+@pytest.mark.parametrize("folder", ["baseline_gqa", "denseformer_dilation2_period1"])
 def test_loading_without_a_name_warns_and_names_the_alternatives(folder):
     """Every file says `llama`: what the tensors cannot tell apart is assumed aloud, what they can is recognised."""
     golden = Reference(folder)

@@ -139,14 +139,7 @@ def test_a_cache_refuses_another_model_batch_or_too_much(tiny):
     model(tokens(model, 28), past_kv_cache=cache)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "svformer",
-        "cross_layer_all",
-        "bank_of_values",
-    ],
-)
+@pytest.mark.parametrize("architecture", ["svformer", "cross_layer_all", "bank_of_values"])
 @pytest.mark.parametrize("first", [0, 5])
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(awake, architecture, first):
     """Also where a hook had made a borrowing layer store values of its own, and where room ran out on the way."""

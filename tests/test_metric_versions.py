@@ -41,6 +41,7 @@ def _floats(numbers):
     return [math.nan if x is None else x for x in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(metric_outputs.MEASURES))
 def test_numbers_change_only_with_the_version(measured, name):
     compare(name, metric_outputs.kept().get(name), measured[name])

@@ -122,8 +122,7 @@ def test_activations_obey_their_identities(awake, architecture):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
-    [*((a, {}) for a in TOGETHER), ("residual_attention", {"attn_mix": "logit"})],
+    ("architecture", "options"), [*((a, {}) for a in TOGETHER), ("residual_attention", {"attn_mix": "logit"})]
 )
 def test_every_hook_point_fires_once_with_its_positions_where_the_vocabulary_says(tiny, architecture, options):
     """13 positions: no other axis of these tensors is as long."""

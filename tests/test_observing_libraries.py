@@ -74,8 +74,7 @@ def hugging_face(kind, implementation):
     return large(transformers.LlamaForCausalLM(config))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "implementation"), [("llama", "sdpa"), ("gpt2", "eager")])
 @torch.no_grad()
 def test_hugging_face_models_need_no_adapter(kind, implementation, ids):
     module = hugging_face(kind, implementation)
@@ -135,6 +134,7 @@ def test_functions_of_the_attention_interface_are_heard(ids):
         del AttentionInterface._global_mapping["strangers_kernel"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_long_sequences_need_no_square_array(ids):
     observed = see(hugging_face("llama", "sdpa"), ids)

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-import transformer_lens.patching
 from observed import STRANGERS, see
 from strangers import GPT, large
 from torch._dynamo import eval_frame
@@ -53,8 +52,9 @@ def logits_with(observed, ids, *hooks):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *((name, torch.enable_grad) for name in ("repeated heads", "in place")),
-        *((name, torch.inference_mode) for name in ("torch.softmax", "shared values")),
+        ("in place", torch.enable_grad),
+        ("repeated heads", torch.inference_mode),
+        ("torch.softmax", torch.inference_mode),
     ],
 )
 def test_what_hooks_edit_in_place_arrives_as_an_edited_copy_does(name, mode, ids):
@@ -70,37 +70,6 @@ def test_what_hooks_edit_in_place_arrives_as_an_edited_copy_does(name, mode, ids
                 assert torch.equal(logits_with(observed, ids, (point, edit)), expected), (point, edit.__name__)
             assert torch.equal(logits_with(observed, ids, (point, lambda x, hook: None)), plain), point
         assert torch.equal(observed(ids), plain), "no edit reaches a later run"
-
-
-@torch.no_grad()
-def test_transformerlens_patching_equals_edits_by_hand(ids, capsys):
-    observed = see(large(STRANGERS["grouped heads"]()), ids)
-    clean, corrupted = ids[:1], ids[1:]
-    names = [f"blocks.{i}.{p}" for i in range(3) for p in ("attn.hook_pattern", "attn.hook_z", "hook_resid_pre")]
-    _, cache = observed.run_with_cache(clean, names)
-    patching, metric = transformer_lens.patching, lambda logits: logits[0, -1, 7] - logits[0, -1, 9]
-    heads = patching.get_act_patch_attn_head_pattern_all_pos(observed, corrupted, cache, metric)
-    outs = patching.get_act_patch_attn_head_out_all_pos(observed, corrupted, cache, metric)
-    streams = patching.get_act_patch_resid_pre(observed, corrupted, cache, metric)
-
-    def by_hand(point, where):
-        def patched(x, hook):
-            x = x.clone()
-            x[where] = cache[point][where]
-            return x
-
-        return metric(logits_with(observed, corrupted, (point, patched)))
-
-    for i in range(3):
-        for n in range(4):
-            pattern = by_hand(f"blocks.{i}.attn.hook_pattern", (slice(None), n))
-            assert heads[i, n].item() == pytest.approx(pattern.item(), abs=1e-6)
-            out = by_hand(f"blocks.{i}.attn.hook_z", (slice(None), slice(None), n))
-            assert outs[i, n].item() == pytest.approx(out.item(), abs=1e-6)
-        assert streams[i, 5].item() == pytest.approx(
-            by_hand(f"blocks.{i}.hook_resid_pre", (slice(None), 5)).item(), abs=1e-6
-        )
-    assert (heads - metric(observed(corrupted))).abs().max() > 1e-3
 
 
 # ---- interrupts ------------------------------------------------------------------------------------------------------
@@ -140,11 +109,9 @@ def halved(observed, ids):
         observed.run_with_cache(ids, names, return_type="loss")
 
 
-@pytest.mark.parametrize("name", ["fused", "F.softmax"])
-def test_an_interrupt_at_any_function_call_leaves_nothing(name, ids):
+def test_an_interrupt_at_any_function_call_leaves_nothing(ids):
     """A trace function raises at one call of the run after the other: an interrupt arrives at no other place in Python code."""
-
-    observed = see(large(STRANGERS[name]()), ids)
+    observed = see(large(STRANGERS["F.softmax"]()), ids)
     halved(observed, ids)
 
     def interrupted(at):
@@ -187,9 +154,9 @@ def test_real_interrupts_leave_nothing(ids):
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for n in range(30):
+        for n in range(12):
             with contextlib.suppress(KeyboardInterrupt):
-                until_interrupted(0.005 + n / 1000)
+                until_interrupted(0.005 + n / 400)
             assert not (left := leftovers(observed)), left
     finally:
         signal.signal(signal.SIGINT, before)
@@ -216,18 +183,12 @@ def interrupted_at(number, event, is_there, run):
         sys.settrace(before)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        2,
-    ],
-)
-def test_an_interrupt_while_a_module_is_observed_leaves_no_hook(number, ids):
+def test_an_interrupt_while_a_module_is_observed_leaves_no_hook(ids):
     """It arrives when a hook is on the module, and before anybody has its handle."""
     module = large(GPT())
     observed = see(module, ids)
     registers = lambda frame: frame.f_code.co_name.startswith("register_forward")  # noqa: E731
-    assert interrupted_at(number, "return", registers, lambda: see(module, ids))
+    assert interrupted_at(2, "return", registers, lambda: see(module, ids))
     assert not leftovers(observed)
 
 
@@ -280,7 +241,7 @@ def test_runs_in_several_threads_and_plain_calls_of_the_same_module_meanwhile_ar
     wrong = []
 
     def compare(run, expected):
-        for _ in range(60):
+        for _ in range(30):
             try:
                 wrong.extend([] if torch.equal(run(), expected) else ["another output"])
             except Exception as error:  # in a thread it would be lost
@@ -348,9 +309,8 @@ def _again(forward, options):
 @pytest.mark.parametrize(
     ("point", "part", "reentrant"),
     [
-        ("attn.hook_v", "block", False), ("attn.hook_v", "attention", True), ("attn.own.hook_v", "block", True),
-        ("attn.own.hook_v", "attention", False), ("attn.hook_pattern", "block", False), ("attn.hook_pattern", "attention", True),
-        ("hook_attn_out", "block", True), ("hook_attn_out", "attention", False),
+        ("attn.hook_v", "block", False), ("attn.own.hook_v", "block", True), ("attn.hook_pattern", "attention", True),
+        ("hook_attn_out", "attention", False),
     ],
 )  # fmt: skip
 def test_a_checkpoint_computes_again_what_the_hooks_changed(part, reentrant, point, ids):

@@ -59,6 +59,7 @@ STREAMED = [  # all but a slow one, and those that read an output matrix, which 
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_metric_reads_the_same_from_outside_as_from_inside(tiny):
     model = tiny("resformer")
     ids = torch.randint(61, (4, 64), generator=torch.Generator().manual_seed(3))

@@ -135,10 +135,7 @@ def test_outputs_that_change_by_themselves_are_told_from_those_that_a_trace_chan
         see(large(Watched()), ids)
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [torch.zeros(8, dtype=torch.bool), torch.zeros(1, 2, 8, dtype=torch.long)],
-)
+@pytest.mark.parametrize("tokens", [torch.zeros(8, dtype=torch.bool), torch.zeros(1, 2, 8, dtype=torch.long)])
 def test_example_tokens_are_whole_numbers_by_text_and_position(tokens):
     with pytest.raises(BadData, match=r"example_tokens of shape"):
         see(large(GPT()), tokens)

@@ -65,18 +65,15 @@ def awake(tiny, architecture, **options):
 @pytest.mark.parametrize(
     ("architecture", "named"),
     [*((name, name) for name in (
-        "resformer+neutreno", "residual_hidden", "value_embedding", "resformer+residual_q+residual_k", "resformer+denseformer",
-        "satformer", "gated_value_embedding", "value_scale", "value_gate",
-    )), ("share_k", "unknown"), ("cut_skip", "unknown"), ("residual_attention", "unknown")],
+        "resformer+neutreno", "residual_hidden", "value_embedding", "resformer+denseformer", "satformer", "gated_value_embedding",
+        "value_gate",
+    )), ("share_k", "unknown")],
 )  # fmt: skip
 def test_our_own_architectures_are_recognised_from_outside(tiny, architecture, named, ids):
     assert see(awake(tiny, architecture), ids).architecture == named
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"depth_form": "delta"}, {"depth_blocks": 3, "depth_heads": 2}],
-)
+@pytest.mark.parametrize("options", [{"depth_blocks": 3, "depth_heads": 2}])
 @torch.no_grad()
 def test_attention_residuals_are_named_and_taken_apart_as_from_inside(tiny, options, ids):
     model = awake(tiny, "attention_residuals", **options).double()
@@ -197,7 +194,7 @@ def test_a_copy_observes_the_copied_module(ids):
 # ---- mixed where it does not show -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(MIXED)[::2])
+@pytest.mark.parametrize("name", list(MIXED)[::3])
 @torch.no_grad()
 def test_a_mixture_is_told_wherever_it_is_made(name, ids):
     """In a submodule, inside the projection, before an identity or a dropout: any of their outputs equals the values."""
@@ -216,7 +213,7 @@ def test_a_mixture_is_told_wherever_it_is_made(name, ids):
         assert not torch.equal(observed(ids), logits), "own values are written where they are read"
 
 
-@pytest.mark.parametrize("name", UNMIXED)
+@pytest.mark.parametrize("name", list(UNMIXED)[::3])
 def test_values_that_are_normed_adapted_or_of_an_unseen_product_are_their_own(name, ids):
     observed = see(large(UNMIXED[name]()), ids)
     assert observed.architecture == "transformer"

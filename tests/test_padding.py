@@ -124,10 +124,9 @@ def alone():
 @pytest.mark.parametrize(
     ("side", "how"),
     [
-        ("left", {}), ("right", {"itself": False}), ("right", {"fused": False}), ("left", {"dtype": "float"}),
-        ("left", {"fused": False, "dtype": "float", "itself": False}),
+        ("right", {"itself": False}), ("right", {"fused": False}), ("left", {"dtype": "float"}),
     ],
-    ids=["fused", "padding sees the first key", "eager", "fused, added", "eager, added"],
+    ids=["padding sees the first key", "eager", "fused, added"],
 )  # fmt: skip
 def test_padded_rows_equal_the_documents_by_themselves(alone, side, how):
     ids = padded(documents(), side)
@@ -148,10 +147,9 @@ def test_padded_rows_equal_the_documents_by_themselves(alone, side, how):
 
 def test_accumulated_metrics_and_experiments_of_padded_rows_equal_those_of_the_text():
     text = torch.stack([documents((9,) * 8)[i] for i in range(8)])
-    names = [n for n, m in METRICS.items() if m.form == "accumulated" and m.min_length <= 9] + [
-        "layer_similarity",
-        "sublayer_removal",
-    ]
+    fitted = ("token_probe", "previous_token_probe")  # seconds; what they fit is gathered as for the streamed ones
+    names = [n for n, m in METRICS.items() if m.form == "accumulated" and m.min_length <= 9 and n not in fitted]
+    names += ["layer_similarity", "sublayer_removal"]
     ids = padded(text, "left")
     frames = []
     for tokens, call in ((text, None), (ids, with_mask)):

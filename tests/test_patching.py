@@ -51,6 +51,7 @@ def patched_by_hand(model, corrupted, clean_cache, name, axes, cell):
     return metric(model.run_with_hooks(corrupted, fwd_hooks=[(get_act_name(name, layer), patch)]))
 
 
+@pytest.mark.slow
 def test_patching_sweeps_equal_runs_patched_by_hand(awake, some_architecture):
     model = awake(some_architecture, **small(some_architecture))
     clean, corrupted = (tokens(3, batch=1, seed=seed, vocabulary=11) for seed in (1, 2))

@@ -16,6 +16,7 @@ from workbench.runs.catalogue import catalogue
 from workbench.views import Link, Source, start
 
 
+@pytest.mark.slow
 def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_path):
     """SVFormer copies seven steps before the vanilla model in each of three seeds; the control on the keys is not there."""
     name, folder = "value_paths_speed_up_induction", tmp_path / "runs"
@@ -33,10 +34,7 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         assert f">{story.verdict.words}<" in article[0]
 
 
-@pytest.mark.parametrize(
-    ("shortest", "says"),
-    [([None, 4], "In some of these runs")],
-)
+@pytest.mark.parametrize(("shortest", "says"), [([None, 4], "In some of these runs")])
 def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, says):
     for path, drawn in zip(sorted(populated.glob("race-*"))[:2], shortest, strict=True):
         dashboard.copied(path, tmp_path / path.name)

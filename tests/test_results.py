@@ -138,6 +138,7 @@ def _write_many(folder, name, n):
         store.put("w", "d", some(f"{name}{i}", float(i)), NOTHING)
 
 
+@pytest.mark.slow
 def test_two_processes_write_while_a_third_reads(tmp_path, forkserver):
     context = multiprocessing.get_context()
     writers = [context.Process(target=_write_many, args=(tmp_path, name, 12)) for name in "ab"]

@@ -65,9 +65,9 @@ def ceiling(tokens):
 
 
 def test_probe_reaches_its_ceiling_on_a_lookup():
-    """The setting of the demo: 64 documents of 128 tokens, 1,024 ids, values of width 96, channels of unequal size."""
-    tokens = zipf(64, 128, 1024)
-    values = (seeded(1024, 4, 24, seed=6) @ torch.diag(torch.logspace(-2, 1, 24)))[tokens]
+    """32 documents of 64 tokens, 256 ids, values of width 96, channels of unequal size."""
+    tokens = zipf(32, 64, 256)
+    values = (seeded(256, 4, 24, seed=6) @ torch.diag(torch.logspace(-2, 1, 24)))[tokens]
     found, look = probe(values, tokens), probe(values, tokens, TokenProbeStreamed)
     assert found["ceiling"] == pytest.approx(ceiling(tokens), abs=1e-5)
     assert found[""] >= 0.99 * found["ceiling"]
@@ -78,7 +78,7 @@ def test_probe_reaches_its_ceiling_on_a_lookup():
     assert found["fraction"] <= 1.0
 
 
-@pytest.mark.parametrize("architecture", ["transformer", "resformer", "svformer", "neutreno"])
+@pytest.mark.parametrize("architecture", ["resformer", "svformer"])
 @pytest.mark.parametrize("kind", PROBES)
 def test_own_values_of_the_first_layer_reach_the_ceiling(awake, architecture, kind):
     """They are exact lookups; so are all of SVFormer's values."""
@@ -91,6 +91,7 @@ def test_own_values_of_the_first_layer_reach_the_ceiling(awake, architecture, ki
         assert probe(cache[name], tokens, kind)["of_ceiling"] >= 0.99, name
 
 
+@pytest.mark.slow
 def test_errors_are_over_held_out_documents(tiny):
     tokens = zipf(16, 24, 61)
     frame = measure(tiny(), "token_probe", tokens, sites={"token_probe": ("stream",)})
@@ -195,8 +196,8 @@ def test_random_labels_are_what_the_probe_can_learn_by_heart():
 
 @pytest.mark.parametrize("kind", EVERY_PROBE[::2])
 def test_probes_do_not_depend_on_order_batches_or_merging(kind):
-    tokens = zipf(100, 40, 30)
-    vectors = seeded(30, 8)[tokens] + seeded(100, 40, 8, seed=1)
+    tokens = zipf(100, 20, 30)
+    vectors = seeded(30, 8)[tokens] + seeded(100, 20, 8, seed=1)
     whole = probe(vectors, tokens, kind)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     shuffled = probe(vectors[order], tokens[order], kind, parts=33)

@@ -178,7 +178,7 @@ def observed_family(name, *, eager=False, **changes):
     return see(model, torch.randint(61, (2, 12), generator=generator))
 
 
-FAST = ("GPT2", "Qwen3", "GPTNeoX", "Bloom")
+FAST = ("GPT2", "Qwen3", "Bloom")
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,7 @@ SMALL, LARGE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/",
-        "/_stcore/health",
-    ],
-)
+@pytest.mark.parametrize("path", ["/", "/_stcore/health"])
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", ""])
 def test_other_host_names_get_nothing(port, path, host):
     answer, body = ask(port, path, host)
@@ -53,14 +47,7 @@ def test_this_machine_is_answered(port, host):
 
 
 @pytest.mark.parametrize(
-    "origin",
-    [
-        "http://evil.example",
-        "http://localhost:1",
-        "http://127.0.0.1:{}.evil.example",
-        "null",
-        "",
-    ],
+    "origin", ["http://evil.example", "http://localhost:1", "http://127.0.0.1:{}.evil.example", "null", ""]
 )
 def test_pages_of_other_servers_get_nothing_not_even_those_of_this_machine(port, origin):
     origin = origin.format(port)

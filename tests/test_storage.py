@@ -310,13 +310,7 @@ def files_here(place):
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "source",
-        "leases",
-    ],
-)
+@pytest.mark.parametrize("name", ["source", "leases"])
 def test_a_run_may_have_the_name_of_any_bookkeeping(machine, name):
     put(f"{name}/run.json", f"{name}/records/a.json")
     for _ in range(2):
@@ -328,11 +322,7 @@ def test_a_run_may_have_the_name_of_any_bookkeeping(machine, name):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [
-        ("r/" + "n" * 256, "too long"),
-        ("é" * 128 + "/run.json", "too long"),
-        ("r/nul\0.json", "no path of this disk"),
-    ],
+    [("r/" + "n" * 256, "too long"), ("é" * 128 + "/run.json", "too long"), ("r/nul\0.json", "no path of this disk")],
 )
 def test_what_this_disk_cannot_hold_is_named_and_the_rest_is_here(machine, name, said):
     longest = "n" * 250

@@ -329,8 +329,8 @@ def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES[::3], ids=lambda file: file.stem)
-def test_every_third_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
+@pytest.mark.parametrize("file", FILES[::6], ids=lambda file: file.stem)
+def test_every_sixth_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
     """With one seed, and of each study two cells far apart: more would be the same work again."""
     monkeypatch.setattr(runner, "QUICK_SEEDS", 1)
     root = tmp_path_factory.getbasetemp() / "quick-studies"  # one corpus for all

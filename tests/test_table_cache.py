@@ -238,7 +238,7 @@ def test_a_byte_of_the_index_that_changes_changes_no_number(ask, settled):
     wanted = RecordCache(ask.folder).rows(settled())[0].astype(dict.fromkeys(TEXT, "str"))
     file, entries, draw = ask.folder / INDEX, settled(), random.Random(0)
     data = file.read_bytes()
-    for at in (draw.randrange(len(data)) for _ in range(25)):
+    for at in (draw.randrange(len(data)) for _ in range(10)):
         file.write_bytes(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :])
         cached, problems = RecordCache(ask.folder).rows(entries)
         alike(cached, wanted)
@@ -256,8 +256,8 @@ def test_a_part_that_another_process_replaces_is_read_from_the_files(ask, settle
 
 def test_processes_that_write_the_index_at_once_lose_nothing(ask, settled):
     """Two servers that start together both read all runs; each row of the index is written by one of them."""
-    entries, caches = settled(), [RecordCache(ask.folder) for _ in range(8)]
-    with ThreadPoolExecutor(8) as pool:
+    entries, caches = settled(), [RecordCache(ask.folder) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda cache: cache.rows(entries)[0], caches))
     for answer in answers:
         alike(answer, answers[0].astype(dict.fromkeys(TEXT, "str")))

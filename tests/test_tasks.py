@@ -60,10 +60,7 @@ def test_what_was_drawn_once_is_drawn_again() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("vocabulary", 1), ("vocabulary", 6.5), ("seed", 0.5)],
-)
+@pytest.mark.parametrize(("name", "value"), [("vocabulary", 1), ("vocabulary", 6.5), ("seed", 0.5)])
 def test_nonsense_tasks_are_refused(name: str, value: object) -> None:
     with pytest.raises(BadData, match=rf"{name} is {value}; give a whole number of at least"):
         RepeatedData(value if name == "vocabulary" else 64).batch(0, 2, 8, value if name == "seed" else 0)  # type: ignore[arg-type]
@@ -158,10 +155,7 @@ def test_the_chain_is_one_language_and_its_batches_are_drawn_by_seed_and_step() 
 
 
 def test_without_a_start_token_sequences_begin_inside_the_chain(tmp_path: Path) -> None:
-    with_start, without = (
-        BackcopyData(6, 2),
-        BackcopyData(6, 2, start=False),
-    )
+    with_start, without = (BackcopyData(6, 2), BackcopyData(6, 2, start=False))
     ids = without.batch(3, 8, 16, 1)
     assert (ids > 0).all()
     assert torch.equal(ids, with_start.batch(3, 8, 17, 1)[:, 1:])  # the same chain, drawn alike

@@ -147,11 +147,7 @@ def headed(ids, magic, version, width):
 
 @pytest.mark.parametrize(
     ("data", "vocabulary"),
-    [
-        (IDS.astype("<u2").tobytes(), 61),
-        (IDS.astype("<u4").tobytes(), 2**16 + 1),
-        (headed(IDS, 20240801, 7, 4), 61),
-    ],
+    [(IDS.astype("<u2").tobytes(), 61), (IDS.astype("<u4").tobytes(), 2**16 + 1), (headed(IDS, 20240801, 7, 4), 61)],
 )
 def test_the_width_of_ids_comes_from_the_header_or_the_vocabulary(tmp_path, data, vocabulary):
     (tmp_path / "a.bin").write_bytes(data)

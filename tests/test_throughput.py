@@ -65,6 +65,7 @@ def test_tokens_over_seconds_and_the_ratio_of_a_round_are_medians_without_the_fi
     assert frame.groupby("unit").size().to_dict() == {"bytes": 6, "ratio": 3, "tokens/s": 6}
 
 
+@pytest.mark.slow
 def test_bytes_by_hand(tiny, one_round):
     """Decoding holds weights and cache; SVFormer has (L - 1) fewer matrices W_V and value caches than the vanilla decoder."""
     frame = measure(tiny("svformer"), "throughput", some_ids())
@@ -86,6 +87,7 @@ class Rows:
         self.ids = ids
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was(tiny, one_round):
     model = tiny("resformer_learnable")
     model.requires_grad_(False)

@@ -289,7 +289,6 @@ DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"pre_tokenizer": split_by("(a+)+$")}, "a" * 40 + "!"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "a"),
         ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 60}}, "aa"),
         ({"normalizer": DOUBLING | {"pattern": {"Regex": "(a+)+$"}}}, "a" * 40 + "!"),

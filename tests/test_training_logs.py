@@ -250,10 +250,7 @@ def test_a_restart_replaces_what_it_repeats_and_a_second_start_is_another_run(tm
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("a.log", "Epoch 1 step 10: loss 3\nEpoch 2 step 0: loss 2\n"),
-        ("a.csv", "epoch,step,loss\n1,10,3\n2,0,2\n"),
-    ],
+    [("a.log", "Epoch 1 step 10: loss 3\nEpoch 2 step 0: loss 2\n"), ("a.csv", "epoch,step,loss\n1,10,3\n2,0,2\n")],
 )
 def test_steps_that_begin_again_in_each_epoch_are_refused(tmp_path, name, text):
     with pytest.raises(BadData, match="begin again in epoch 2"):
@@ -309,10 +306,7 @@ def test_many_logs_have_one_note_for_their_form(tmp_path, monkeypatch):
     for i in range(5):
         written(tmp_path / "logs" / f"{i}.log", f"step 1 loss 2.{i}\nstep 2 loss nan\nstep 3k loss 1\n")
     notes = import_logs([tmp_path / "logs"], tmp_path / "runs", name="m").notes
-    assert notes[-2:] == (
-        "5 logs (text): 5 runs, 10 train loss",
-        "5 logs (text): left out: the step is rounded (5)",
-    )
+    assert notes[-2:] == ("5 logs (text): 5 runs, 10 train loss", "5 logs (text): left out: the step is rounded (5)")
     assert notes[3] == "and 2 more notes of this kind"
 
 

@@ -168,6 +168,7 @@ def test_an_imported_model_keeps_its_name(source):
     assert RunAtStep(entry, 0, "A").series == "transformer · A: gpt2, step 0"
 
 
+@pytest.mark.slow
 def test_pages_are_linked_with_the_experiment_that_is_shown(browse, populated):
     links = [e.proto.query_string for e in browse(populated, "depth").sidebar.get("page_link")]
     assert len(links) > 6

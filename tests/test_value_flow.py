@@ -82,11 +82,11 @@ def test_readers_get_what_plain_torch_says(tiny, name):
         )
 
 
-def test_projections_sum_to_the_length_in_every_architecture(awake, any_architecture):
-    model, ids = awake(any_architecture), some_ids(12)
+def test_projections_sum_to_the_length_in_every_architecture(awake, some_architecture):
+    model, ids = awake(some_architecture), some_ids(12)
     _, cache = model.run_with_cache(ids)
     for layer in range(3):
-        if layer and {"satformer", "skip_v1"} & set(any_architecture.split("+")):
+        if layer and {"satformer", "skip_v1"} & set(some_architecture.split("+")):
             with pytest.raises(BadData, match="times one coefficient each"):
                 value_flow(model, ids, AT, layer)
             continue

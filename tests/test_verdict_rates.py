@@ -23,9 +23,9 @@ def test_every_claim_that_can_be_judged_has_its_rates_on_the_page():
     assert (told[["supported", "one part false", "refuted"]].fillna(0) <= MOST).all(axis=None)
 
 
-@pytest.mark.parametrize("name", list(NOISE)[::3])
+@pytest.mark.parametrize("name", list(NOISE)[::6])
 def test_one_seed_decides_nothing_and_two_decide_nothing(name, monkeypatch):
-    for seeds in (1, 2) if name in list(NOISE)[::6] else (2,):  # of one there is no spread: `test_claims`
+    for seeds in (1, 2) if name in list(NOISE)[::12] else (2,):  # of one there is no spread: `test_claims`
         monkeypatch.setattr(noise, "SEEDS", seeds)
         found = CLAIMS[name].judge(evidence(*NOISE[name](np.random.default_rng(seeds))))
         assert found.status in ("unresolved", "not_checkable", "gated"), found.sentence
@@ -40,7 +40,7 @@ def test_the_simulation_sees_a_rule_that_refutes_where_any_part_is_contrary(monk
     assert rule.agrees(tables[:50])
     monkeypatch.setattr(verdicts, "decide", _uncorrected)
     assert not rule.agrees(tables[:50])
-    refuted = [status == "refuted" for status in rule.said(tables[:1000])]
+    refuted = [status == "refuted" for status in rule.said(tables[:300])]
     assert 100 * np.mean(refuted) > MOST
 
 
@@ -54,14 +54,14 @@ def _uncorrected(parts, expected, **more):
 @pytest.mark.parametrize("name", ["a_value_gate_removes_outliers"])
 def test_a_model_whose_numbers_spread_more_decides_nothing(name):
     """A layer chosen on the same runs decided 12 to 16 of 100 such tables, the distance from 1 of each run 60."""
-    assert max(uneven_rates(name).values()) <= 2 * MOST - 2
+    assert max(uneven_rates(name, 40).values()) <= 2 * MOST - 2
 
 
 @pytest.mark.slow
 def test_false_verdicts_are_as_rare_as_the_page_says():
-    """Of every fourth claim: all are drawn where the page is made."""
-    some = list(NOISE)[::4]
-    found, told = pd.DataFrame([*rates(some), *choices()]), pd.read_csv(OUT)
+    """Of every eighth claim, on a fifth of the tables: all are drawn where the page is made."""
+    some = list(NOISE)[::8]
+    found, told = pd.DataFrame([*rates(some, TABLES // 5), *choices(TABLES // 5)]), pd.read_csv(OUT)
     told = told[told["claim"].isin(some) | ~told["claim"].isin(NOISE)]
     assert TABLES >= 20_000, "0.15 points of error, so that rates of at most 5 lie well below the limit"
     for column in ("supported", "one part false", "refuted"):

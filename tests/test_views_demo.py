@@ -56,6 +56,7 @@ def resting(tmp_path_factory):
     return Source(folder)
 
 
+@pytest.mark.slow
 def test_the_story_draws_where_attention_rests_while_its_models_train(resting):
     drawn = start.forming(resting, link("demo"))
     measured = drawn.table[drawn.table["control"].isna()]
@@ -71,6 +72,7 @@ def test_the_story_draws_where_attention_rests_while_its_models_train(resting):
         start.resting_heads(resting, link("demo", when=7))
 
 
+@pytest.mark.slow
 def test_a_training_is_measured_at_each_checkpoint_as_soon_as_it_is_there(resting, tmp_path):
     path = dashboard.copied(resting.folder / "sinks-transformer-s0", tmp_path / "sinks-transformer-s0")
     shutil.rmtree(path / "records")
@@ -88,10 +90,11 @@ def test_a_training_is_measured_at_each_checkpoint_as_soon_as_it_is_there(restin
     assert set(found["metric"]) == set(SINK_METRICS)
 
 
-def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_at_most(ask, resting, monkeypatch):
+def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_at_most(ask, tmp_path, monkeypatch):
     shipped = [e for e in ask.catalogue().entries if e.name.startswith("text-")]
     renamed = [dataclasses.replace(e, name=e.name.replace("text-", "value_paths-")) for e in shipped]
     monkeypatch.setattr(Source, "shipped", lambda self: SimpleNamespace(entries=renamed))
+    resting = Source(tmp_path)
     assert {e.name for e in start.text_models(resting)} == {e.name for e in renamed}
     assert start.text_models(ask) == start.demo_runs(ask, "text")
     assert set(start.identity_share(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}

@@ -8,6 +8,7 @@ import dashboard
 import numpy as np
 import pytest
 import torch
+from seams import ATTENDING
 
 from workbench import prompts
 from workbench.checkpoints.saving import save
@@ -148,8 +149,9 @@ def test_a_planted_head_is_found_where_it_attends_with_the_models_own_weight(ask
     assert read[first["lock"], first["lock"] - 1] == pytest.approx(first["weight"], abs=1e-4)
 
 
-def test_pairs_are_the_largest_weights_in_every_architecture(awake, any_attention):
-    model = awake(any_attention)
+@pytest.mark.parametrize("architecture", ATTENDING[::3])
+def test_pairs_are_the_largest_weights_in_every_architecture(awake, architecture):
+    model = awake(architecture)
     ids = torch.randint(61, (3, 19), generator=torch.Generator().manual_seed(1))
     pairs = prompts.sharpest_pairs(model, ids).set_index(["layer", "head", "document"])
     for document in range(3):

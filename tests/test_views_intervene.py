@@ -126,6 +126,7 @@ def test_small_numbers_survive_every_table_that_is_written(tmp_path):
 # ---- time-lapse ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [effect, next_token])
 def test_each_frame_is_the_view_at_its_step_and_bars_have_one_scale(source, view):
     played = timelapse(view, source, link(**BOTH)).figure

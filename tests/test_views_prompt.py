@@ -26,30 +26,6 @@ def drawn(source, name, **options):
     return drawing
 
 
-def run_of(source, name="text-resformer-s0"):
-    model = Run.open(source.folder / name).load()
-    ids = torch.tensor([model.tokenizer.encode(TEXT)])
-    with torch.no_grad():
-        return model, ids, model(ids).log_softmax(-1)[0]
-
-
-def test_the_lens_ends_in_the_models_own_prediction(source):
-    _, ids, log_p = run_of(source)
-    figure = drawn(source, "lens").figure
-    last = np.asarray(figure.data[0].z)[-1, :-1]
-    assert last == pytest.approx(log_p[:-1].exp().gather(-1, ids[0, 1:, None])[:, 0].numpy(), abs=1e-5)
-    assert figure.layout.coloraxis.cmin == 0
-    assert figure.layout.coloraxis.cmax == 1
-
-
-def test_predictions_and_surprise_are_the_models(source):
-    _, ids, log_p = run_of(source)
-    table = drawn(source, "predictions").table
-    assert table["probability"].iloc[0] == pytest.approx(float(log_p[-1].exp().max()), abs=1e-5)
-    loss = drawn(source, "surprise").figure.data[0].y[1:]
-    assert loss == pytest.approx((-log_p[:-1].gather(-1, ids[0, 1:, None])[:, 0]).numpy(), abs=1e-5)
-
-
 def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(source):
     drawing = drawn(source, "predictions", compare=1, b="text-transformer-s0")
     a, b, minus = (drawing.table[drawing.table["model"] == name] for name in drawing.table["model"].unique())
@@ -65,21 +41,6 @@ def test_what_comes_next_of_a_and_b_is_of_the_same_tokens_and_their_difference(s
     assert [a.text for a in figure.layout.annotations][-1] == plots.MINUS
     low, high = figure.layout.xaxis3.range
     assert low == -high < -np.abs(np.asarray(figure.data[2].x)).max()
-
-
-def test_the_parts_of_a_logit_add_up_at_every_level(source):
-    model, ids, _ = run_of(source)
-    with torch.no_grad():
-        logit = float(model(ids)[0, -1, 65])
-    layers = drawn(source, "attribution", target=65)
-    assert layers.table["value"].sum() == pytest.approx(logit, abs=1e-4)
-    assert "difference" in layers.sentence
-    heads = drawn(source, "attribution", target=65, layer=1).table
-    paths = drawn(source, "attribution", target=65, layer=1, head=0).table
-    whole = layers.table[(layers.table["part"] == "attn") & (layers.table["layer"] == 1)]["value"].sum()
-    assert heads[heads["head"].notna()]["value"].sum() == pytest.approx(whole, abs=1e-4)
-    assert set(paths["path"]) == {"own", "first"}
-    assert paths["value"].sum() == pytest.approx(float(heads[heads["head"] == 0]["value"].iloc[0]), abs=1e-4)
 
 
 def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(source):

@@ -204,51 +204,41 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
 # ---- verdicts ----
 
 
-def test_verdicts_are_those_of_an_analysis_nothing_is_measured_and_the_bar_ends_with_the_work(ask, monkeypatch):
+def test_verdicts_on_all_runs_are_those_of_an_analysis_and_kept_until_a_file_of_theirs_changes(
+    ask, tmp_path, monkeypatch
+):
     import workbench.claims.collect
 
     def refuse(*args, **kwargs):
         raise AssertionError("measured")
 
-    told, source = [], Source(ask.folder)
-    monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
-    monkeypatch.setattr(source, "progress", lambda *done: told.append(done))
-    found = start.judgements(source, link("verdicts", a=A, alone=1))
-    assert [done[:2] for done in told] == [(i, len(told)) for i in range(1, len(told) + 1)]
-    told.clear()
-    entries = ask.group(link("verdicts", a=A, alone=1))
-    evidence, _ = stored(entries, lambda *done: told.append(done))
-    assert told == [(i, len(entries)) for i in range(1, len(entries) + 1)]
-    assert [j.claim for j in found] == chosen()
-    expected = {c.name: c.judge(evidence).status for c in chosen()[::4]}
-    assert {j.claim.name: j.verdict.status for j in found}.items() >= expected.items()
-    lower = next(j for j in found if j.claim.name == "lower_loss")
-    assert lower.verdict.status == "gated", "a few steps test no claim on the final loss"
-    probe = next(j for j in found if j.claim.name == "token_information_is_preserved")
-    assert not probe.decided
-    assert "token_probe" in probe.missing
-
-
-def test_claims_are_put_to_all_runs_of_the_folder_and_kept_until_a_file_of_theirs_changes(ask, tmp_path, monkeypatch):
     for entry in ask.catalogue().entries:
         shutil.copytree(entry.path, tmp_path / entry.name)
-    here = Source(tmp_path)
+    told, here = [], Source(tmp_path)
+    monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
+    monkeypatch.setattr(here, "progress", lambda *done: told.append(done))
     finished = [e for e in here.catalogue().entries if e.finished]
     assert len(finished) > len(here.group(link("verdicts", a=A, alone=1)))
-    evidence, _ = stored(finished)
     every = start.judgements(here, link("verdicts"))
+    assert [done[:2] for done in told] == [(i, len(told)) for i in range(1, len(told) + 1)]
+    told.clear()
+    evidence, _ = stored(finished, lambda *done: told.append(done))
+    assert told == [(i, len(finished)) for i in range(1, len(finished) + 1)]
     assert [j.claim for j in every] == chosen()
     alone = {c.name: c.judge(evidence).status for c in chosen()[1::8]}
     assert {j.claim.name: j.verdict.alone or j.verdict.status for j in every}.items() >= alone.items()
+    by_name = {j.claim.name: j for j in every}
+    assert by_name["lower_loss"].verdict.status == "gated", "a few steps test no claim on the final loss"
+    assert not by_name["token_information_is_preserved"].decided
+    assert "token_probe" in by_name["token_information_is_preserved"].missing
     monkeypatch.setattr(Source, "judge", lambda *_: pytest.fail("judged again"))
     again = start.judgements(Source(tmp_path), link("verdicts"))
     for mine, before in zip(again, every, strict=True):
         pd.testing.assert_frame_equal(mine.verdict.table, before.verdict.table, check_exact=True)
         assert repr(replace(mine.verdict, table=None)) == repr(replace(before.verdict, table=None))
         assert mine.missing == before.missing
-    (tmp_path / A / "records" / "more.parquet").write_bytes(
-        next((tmp_path / A / "records").glob("*.parquet")).read_bytes()[:99]
-    )
+    whole = next((tmp_path / A / "records").glob("*.parquet")).read_bytes()
+    (tmp_path / A / "records" / "more.parquet").write_bytes(whole[:99])
     with pytest.raises(pytest.fail.Exception, match="judged again"):
         start.judgements(Source(tmp_path), link("verdicts"))
 

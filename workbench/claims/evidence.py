@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -149,6 +150,8 @@ class Evidence:
         training writes it for every run. Returns the evidence, and a sentence that names the omitted studies.
         """
         runs = self.runs[self.runs["study"].fillna("") != ""]
+        if runs.empty:
+            return self, ""
         runs = runs[runs["architecture"].isin(models)] if models else runs
         lacking, parts = set[str](), list[str]()
         for metric in (name for name in metrics if name != "loss"):
@@ -191,19 +194,13 @@ class Evidence:
         if "lr" in equal and len(self._tuned):
             tuned = self._tuned.groupby([c for c in equal if c != "lr"], dropna=False)
             parts += [rows for _, rows in tuned if rows.loc[rows["model"].isin(names), "lr"].nunique() > 1]
-        candidates: list[tuple[tuple[float, ...], pd.DataFrame]] = []
+        candidates: list[tuple[int, pd.DataFrame]] = []
         for rows in parts:
-            seeds = [rows[rows["model"].isin(g)].groupby("model")["seed"].nunique().max() for g in groups]
-            runs = frozenset(rows["run"])
-            if all(s > 0 for s in seeds) and (not self.within or self.within & runs):
-                size = rows.loc[rows["model"].isin(names), "parameters"].fillna(0).max()
-                base, written = set(rows.loc[rows["model"].isin(groups[0]), "run"]), self.written("validation_loss")
-                last = at_last_step(written[written["run"].isin(base)])["value"].astype(float)
-                loss = float(last.mean()) if len(last) and np.isfinite(last).all() else math.inf
-                order = (
-                    runs == self.within, min(seeds), control in set(rows["model"]), size, rows["steps"].fillna(0).max(), -loss,
-                )  # fmt: skip
-                candidates.append((tuple(map(float, order)), rows))
+            pairs = {(model, seed) for model, seed in zip(rows["model"], rows["seed"], strict=True) if pd.notna(seed)}
+            seeds = Counter(model for model, _ in pairs)
+            fewest = min(max(seeds[name] for name in group) for group in groups)
+            if fewest > 0 and (not self.within or not self.within.isdisjoint(rows["run"])):
+                candidates.append((fewest, rows))
         if not candidates:
             runs_of = self.runs[self.runs["model"].isin(names)]
             differ = [c for c in equal if runs_of[c].nunique(dropna=False) > 1]
@@ -211,7 +208,19 @@ class Evidence:
                 f"{listed([' or '.join(g) for g in groups])} are here, but never under equal conditions: they differ in "
                 f"{listed(differ)}. Train them with equal data, length, size and recipe."
             )
-        best_first = [rows for _, rows in sorted(candidates, key=lambda pair: pair[0], reverse=True)]
+
+        def order(candidate: tuple[int, pd.DataFrame]) -> tuple[float, ...]:
+            fewest, rows = candidate
+            size = rows.loc[rows["model"].isin(names), "parameters"].fillna(0).max()
+            base, written = set(rows.loc[rows["model"].isin(groups[0]), "run"]), self.written("validation_loss")
+            last = at_last_step(written[written["run"].isin(base)])["value"].astype(float)
+            loss = float(last.mean()) if len(last) and np.isfinite(last).all() else math.inf
+            chosen, controlled = frozenset(rows["run"]) == self.within, control in set(rows["model"])
+            return tuple(map(float, (chosen, fewest, controlled, size, rows["steps"].fillna(0).max(), -loss)))
+
+        if len(candidates) > 1:
+            candidates.sort(key=order, reverse=True)
+        best_first = [rows for _, rows in candidates]
         if not self.settings:
             self.settings.extend(best_first)
         first = best_first[0]
@@ -222,6 +231,8 @@ class Evidence:
     @cached_property
     def _tuned(self) -> pd.DataFrame:
         """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
+        if self.runs["steps"].nunique(dropna=False) < 2 or self.runs["lr"].nunique() < RATES:
+            return self.runs.head(0)
         tuned = []
         for _, alike in self.runs.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
             for steps, sweep in alike.groupby("steps"):
@@ -282,7 +293,8 @@ class Evidence:
 
     def difference(self, rows: pd.DataFrame, model: str, baseline: str = "transformer") -> Interval:
         """Return the mean of model - baseline, paired by seed; raises `InsufficientEvidence` if one has no value."""
-        return paired_seeds(*(self.by_seed(self.known(rows, name), name) for name in (model, baseline)))
+        both = (self.known(rows, name).groupby("seed")["value"].mean() for name in (model, baseline))
+        return paired_seeds(*(means.astype(float) for means in both))
 
     def differences(self, rows: pd.DataFrame, model: str, baselines: Iterable[str]) -> dict[str, Interval]:
         """Return the `difference` from each baseline that shares a seed with the model, by name.
@@ -368,8 +380,9 @@ class Evidence:
 
 def sound(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows unchanged; raises `InsufficientEvidence` for a NaN or infinite value."""
-    broken = sorted(set(rows.loc[~np.isfinite(rows["value"].astype(float)), "run"]))
-    if broken:
+    finite = np.isfinite(rows["value"].to_numpy(dtype=float, na_value=math.nan))
+    if not finite.all():
+        broken = sorted(set(rows.loc[~finite, "run"]))
         why = "is not a number in {}: broken weights, or too few documents."
         if "metric" not in rows:
             why = "is unknown for {}: its training broke, or what it wrote ends before that of others of its length."
