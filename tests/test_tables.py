@@ -129,3 +129,5 @@ def test_means_by_group_count_each_seed_once_and_name_their_interval():
     half = stats.t.ppf(0.975, 1) * 2**0.5 / 2**0.5  # standard deviation sqrt(2) over sqrt(n)
     assert grouped[f"loss ± {confidence()}"].tolist() == pytest.approx([half, float("nan")], nan_ok=True)
     assert grouped["other, seeds"].tolist() == [0, 1]
+    none = group_intervals(table.head(0), ["model"], ["loss", "other"])
+    assert none.columns.tolist() == grouped.columns.tolist()

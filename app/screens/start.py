@@ -203,10 +203,10 @@ def _runs(link: Link) -> None:
             every = sorted({tag for words in tags.values() for tag in words.split()})
             wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
             table = table[[wanted <= {*words.split()} for words in table["tags"]]]
-    st.session_state["runs_shown"] = list(table["run"])
-    table = start.grouped_runs(table, by) if by else table
-    with st.popover("Files", icon=":material/download:"):
-        widgets.table_buttons(table.drop(columns="group"), "runs")
+        st.session_state["runs_shown"] = list(table["run"])
+        table = start.grouped_runs(table, by) if by else table
+        with st.popover("Files", icon=":material/download:"):
+            widgets.table_buttons(table.drop(columns="group"), "runs")
     config = _number_columns(table)
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),

@@ -175,4 +175,5 @@ def group_intervals(table: pd.DataFrame, by: Sequence[str], values: Sequence[str
             half = (mean.high - mean.low) / 2
             row |= {value: mean.value, f"{value} ± {confidence()}": half, f"{value}, seeds": mean.n}
         rows.append(row)
-    return pd.DataFrame(rows)
+    means = [column for value in values for column in (value, f"{value} ± {confidence()}", f"{value}, seeds")]
+    return pd.DataFrame(rows, columns=[*by, "runs", *means])

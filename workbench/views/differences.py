@@ -60,7 +60,7 @@ def settings(source: Source, link: Link) -> Drawing:
     figure.update_yaxes(type="category", range=[len(table) - 0.5, -0.9], showgrid=False)
     figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5])
     figure = dressed(figure, "Settings that differ", "", 80 + ROW * (len(table) + 1))
-    return Drawing(at_least(figure, 460), table)
+    return Drawing(at_least(figure, 380), table)
 
 
 @view("differences", "weights")
