@@ -47,19 +47,19 @@ VERDICTS = (
 XRAY = "Each answer has its number, the number at random init or under a baseline, and its standard error over documents (±)."
 BOXES = "".join(
     f'<rect x="{110 + 90 * i}" y="14" width="66" height="26" rx="4" fill="none" stroke="#808080"/>'
-    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#808080">layer {n}</text>'
+    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#808080">{n}</text>'
     f'<path d="M{176 + 90 * (i - 1)} 27 h24" stroke="#808080"/>'
     + (f'<path d="M143 40 V58 H{143 + 90 * i} V44" fill="none" stroke="#D55E00" stroke-width="2"/>' if i else "")
-    for i, n in enumerate(("1", "2", "…", "L"))
+    for i, n in enumerate(("layer 0", "layer 1", "…", "last"))
 )
 DIAGRAM = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="90 0 400 84" width="440" height="92" font-family="sans-serif" font-size="12">'
-    f'<title>The values of layer 1, V1, are added to the values of every later layer</title>{BOXES}'
-    '<text x="110" y="76" fill="#D55E00">V1, added to the values of every later layer</text></svg>'
+    f'<title>The values of the first layer are mixed into the values of every later layer</title>{BOXES}'
+    '<text x="110" y="76" fill="#D55E00">first values, mixed into every later layer</text></svg>'
 )  # fmt: skip
 INTRODUCTION = (
-    "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) adds the values of layer 1, "
-    "which are made from the tokens alone, to the values of every later layer; these pages show what that changes."
+    "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) mixes the values of the "
+    "first layer, which are made from the tokens alone, into the values of every later layer; these pages show what that changes."
 )
 CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
@@ -77,7 +77,9 @@ def start_page(link: Link) -> None:
     if "show" not in st.query_params:
         words, picture = st.columns([3, 2], vertical_alignment="center")
         words.markdown(INTRODUCTION)
-        picture.image(DIAGRAM, width=440, alt="V1, the values of layer 1, is added to the values of every later layer")
+        picture.image(
+            DIAGRAM, width=440, alt="The values of the first layer are mixed into the values of every later layer"
+        )
         for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
             with column.container(border=True):
                 widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
@@ -442,7 +444,9 @@ def _deep_values(link: Link) -> None:
         "token. Dashed: before training. First-layer values, and all of SVFormer's, are lookups by construction."
     )
     if show(start.identity_share, link) is not None:
-        st.markdown("Every value after layer 1 is replaced by its token's mean (full bar), or by zero (pale bar):")
+        st.markdown(
+            "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
+        )
         show(start.replaced_values, link)
 
 

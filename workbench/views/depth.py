@@ -409,7 +409,9 @@ def behind(source: Source, link: Link) -> Drawing:
             raise WorkbenchError("A and B were measured on different documents, so they have no difference by document")
         values = (values - other.values).dropna()
     pull = (values - values.mean()) / len(values)
-    by = pull.abs() if order == "furthest" else values
+    by = (
+        (values if minus else pull).abs() if order == "furthest" else values
+    )  # a difference is large or small by itself
     top = by.sort_values(ascending=order == "lowest", kind="stable").head(MOST).index
     texts = source.keep(
         ("texts of documents", number.entry.path, number.entry.stamp, number.provenance), lambda: _texts(source, number)
@@ -421,11 +423,13 @@ def behind(source: Source, link: Link) -> Drawing:
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
     of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}, step {number.step}"
     of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
-    under = f"{of}; the {len(table)} of {len(values)} documents {ORDERS[order]}; dotted: mean of all"
+    ordered = "that differ most" if minus and order == "furthest" else ORDERS[order]
+    under = f"{of}; the {len(table)} of {len(values)} documents {ordered}; dotted: mean of all"
     own = selected.rows[selected.rows["run"] == number.entry.name]
+    what = "difference by document" if minus else "documents"
     figure = documents(
-        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: documents", under,
-        (number.unit, plots.reading_direction(own)),
+        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: {what}", under,
+        (f"{number.unit}, difference", "") if minus else (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
     sentence = f"Mean {values.mean():.4g}; without these {len(table)} documents {without:.4g}."

@@ -30,7 +30,7 @@ from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.intervals import MIN_SEEDS, group_intervals
+from workbench.statistics.intervals import group_intervals
 from workbench.views.base import Drawing, view
 from workbench.views.finding import HALF_PAGE, check_part
 from workbench.views.link import Link
@@ -279,7 +279,7 @@ def verdicts(source: Source, link: Link) -> Drawing:
     under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it"
     results = [j.verdict for j in judged]
     tested = any(math.isfinite(v.p) for v in results)
-    chance = expected_by_chance(results) if tested else f"No claim is tested: a verdict needs {MIN_SEEDS} seeds."
+    chance = expected_by_chance(results) if tested else "No claim has a p-value here; each says what it lacks."
     return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
 
@@ -433,7 +433,7 @@ def forming(source: Source, link: Link) -> Drawing:
     rows = rows[rows["variant"].isna() & (rows["site"].isna() | (rows["site"] == "v"))]
     rows = rows.assign(layer=None, head=None, metric=pd.Categorical(rows["metric"], SINK_PANELS, ordered=True))
     rows = rows.sort_values("metric", kind="stable").astype({"metric": "str"})
-    return Drawing(plots.plot(rows, form="steps", title="Attention sink on the start token"), rows)
+    return Drawing(plots.plot(rows, form="steps", title="Attention sink on the start token, strongest head of each run"), rows)
 
 
 @view("start")
