@@ -26,8 +26,10 @@ from workbench.runs.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 FILE = GOLDEN / "metric_outputs.json"
-ELSEWHERE = ("null_mass", "depth_routing", "source_ablation", "stream_gain")
-"""Of what that checkpoint lacks: held to the truth in test_observing_null, test_attention_residuals and test_experiments."""
+ELSEWHERE = (
+    "null_mass", "depth_routing", "source_ablation", "stream_gain", "router_entropy", "expert_load", "first_token_experts",
+)  # fmt: skip
+"""Of what that checkpoint lacks: held to the truth in test_observing_null, test_attention_residuals, test_experiments, test_experts."""
 MEASURES: dict[str, Any] = {n: m for n, m in {**METRICS, **INTERVENTIONS}.items() if n not in ELSEWHERE}
 GROUP = ["site", "part", "layer", "source", "variant", "control", "unit"]
 WITHIN = ["head", "position", "index"]

@@ -20,8 +20,8 @@ from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 
 EXPECTED = {
-    "demo", "train", "study", "estimate", "import", "export", "export-log", "push", "measure", "analyze", "generate", "plot",
-    "report", "ship", "xray", "app", "list", "data", "diff", "view",
+    "demo", "train", "study", "estimate", "import", "coefficients", "export", "export-log", "push", "measure", "analyze", "generate",
+    "plot", "report", "ship", "xray", "app", "list", "data", "diff", "view",
 }  # fmt: skip
 
 

@@ -219,10 +219,54 @@ def test_odd_blocks_sum_to_their_scores_or_are_refused(name):
     assert result.error < 1e-5 * abs(expected)
 
 
-def test_scores_with_a_soft_cap_or_behind_a_window_are_refused_by_name():
-    capped = observed_family("Gemma2", eager=True, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
-    with pytest.raises(BadData, match=r"layer 1 shows no rotated queries and keys.*a bias, a cap"):
-        score_attribution(capped, some_ids(11), 1, 3, 9, 4)
-    windowed = observed_family("Mistral", sliding_window=4)
-    with pytest.raises(BadData, match="sliding window of 4"):
-        score_attribution(windowed, some_ids(11), 1, 3, 9, 7)
+CHANGED = {  # families whose softmax is not that of q . k over all earlier keys, and the refusal of a hidden key
+    "Gemma2": {"eager": True, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "sliding_window": 4},
+    "Mistral": {"sliding_window": 4},
+    "GptOss": {"eager": True, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CHANGED)
+@pytest.mark.parametrize("layer", [0, 1])  # of Gemma 2 and gpt-oss: behind the window, and all keys
+def test_a_soft_cap_a_window_and_a_sink_logit_leave_the_score_a_sum(family, layer):
+    model, ids = observed_family(family, **CHANGED[family]), some_ids(11)
+    name, head = f"blocks.{layer}.attn.hook_attn_scores", 3
+    shown = model.run_with_cache(ids, [name])[1][name][0, head].double()
+    result = score_attribution(model, ids, layer, head, 9, 7)
+    assert result.error < 1e-5
+    if family == "GptOss":  # its code subtracts the largest score of each row
+        shown += result.score - shown[9, 7]
+    used = result.score if result.capped is None else result.capped
+    assert used == pytest.approx(float(shown[9, 7]), abs=1e-5)
+    assert (result.capped is not None) == (family == "Gemma2")
+    assert any("sink logit" in note for note in result.notes) == (family == "GptOss")
+    if result.capped is not None:
+        assert result.score == pytest.approx(2 * torch.atanh(shown[9, 7] / 2).item(), abs=1e-4)
+    if family == "Mistral" or layer == 0:
+        with pytest.raises(BadData, match=f"mask of layer {layer} hides key 3 from query 9"):
+            score_attribution(model, ids, layer, head, 9, 3)
+    seen = [j for j in range(10) if shown[9, j] > -1e4 and j != 7]
+    assert len(seen) == (3 if family == "Mistral" or layer == 0 else 9)
+    before = shown[9] if result.capped is None else 2 * torch.atanh(shown[9].clamp(-1.99, 1.99) / 2)
+    others = score_attribution(model, ids, layer, head, 9, 7, against="others")
+    assert others.score == pytest.approx(float(before[7] - before[seen].mean()), abs=1e-4)
+    assert others.error < 1e-5
+    sink = sink_attribution(model, ids, layer)[head]
+    assert sink.error < 1e-5
+    uncapped = shown if result.capped is None else 2 * torch.atanh(shown.clamp(-1.99, 1.99) / 2)
+    rows = [i for i in range(1, 11) if shown[i, 0] > -1e4]
+    expected = [uncapped[i, 0] - uncapped[i, [j for j in range(1, i + 1) if shown[i, j] > -1e4]].mean() for i in rows]
+    assert f"{len(rows)} queries" in sink.subject
+    assert sink.score == pytest.approx(float(torch.stack(expected).mean()), abs=1e-4)
+
+
+def test_the_mean_of_the_others_is_worked_by_hand(awake):
+    model, ids = awake("resformer"), some_ids()
+    scores, scale = scores_of(model, ids, 2)
+    result = score_attribution(model, ids, 2, 3, 4, 1, against="others", by="head")
+    expected = scores[0, 3, 4, 1] - scores[0, 3, 4, [0, 2, 3, 4]].mean()
+    assert result.score == pytest.approx(float(expected), abs=1e-5 * scale)
+    assert result.error < 1e-5 * scale
+    assert "minus the mean of the other visible keys" in result.subject
+    with pytest.raises(BadData, match="query 0 sees no other key"):
+        score_attribution(model, ids, 2, 3, 0, 0, against="others")

@@ -41,6 +41,10 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
     "attn_out": _block("hook_attn_out", "pos d_model", "attention output, added to the stream"),
     "mlp_out": _block("hook_mlp_out", "pos d_model", "MLP output, added to the stream"),
+    "router_logits": _block("mlp.hook_router_logits", "pos expert", "logits of the router, of a mixture of experts"),
+    "expert_weights": _block(
+        "mlp.hook_expert_weights", "pos expert", "weights of the selected experts, 0 for the others"
+    ),
     "q": _block("attn.hook_q", "pos head d_head", "effective query, before the rotation"),
     "k": _block("attn.hook_k", "pos kv_head d_head", "effective key, before the rotation"),
     "rot_q": _block("attn.hook_rot_q", "pos head d_head", "query after rotary position encoding"),

@@ -28,6 +28,11 @@ def complete_data() -> Path:
     return cache_folder(variable(CACHE), variable(XDG_CACHE)) / "data"
 
 
+def lenses_folder() -> Path:
+    """Return the folder of tuned lenses in the cache."""
+    return cache_folder(variable(CACHE), variable(XDG_CACHE)) / "lenses"
+
+
 def _shipped() -> Path:
     if not INSTALLED:
         return HERE.parent / "data"

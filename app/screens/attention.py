@@ -25,13 +25,14 @@ ABOUT = (
 )
 SCORE = (
     "The score of a query and a key, before the softmax, is a sum: each part of the query's stream (rows) times each part of the key's "
-    "stream (columns). A large positive cell raises this attention weight. A difference of two keys is the log ratio of their weights."
+    "stream (columns). A large positive cell raises this attention weight. The softmax reads only differences of scores, so the mean "
+    "score of the query's other keys is subtracted. The difference of two keys is the log ratio of their weights."
 )
 PATH = (
     "One token's way through this head. Left: the parts of its key that make the score. Right: what its value adds to the logit of a token "
     "at the query, by the source of the value; each is the attention weight times the logit per unit of weight. Direct effects only."
 )
-QUERY, KEY, NONE = "Query token", "Key token", "none"
+QUERY, KEY = "Query token", "Key token"
 CELL = ("key", "against", "parts", "target")
 FIGURES = {
     "Map of this head": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
@@ -98,11 +99,12 @@ def _score(link: Link, choice: attention.Choice) -> None:
     names = {i: f"{i}: {choice.tokens[0][i]}" for i in range(query + 1)}
     with toolbar("score"):
         key = widgets.choose(KEY, "key", list(names), key, show=names.__getitem__, width=150)
-        others = {NONE: "none"} | {i: name for i, name in names.items() if i != key}
-        against = widgets.choose("Minus key", "against", list(others), NONE, show=others.__getitem__, width=150)
+        others = attention.AGAINST | {str(i): name for i, name in names.items() if i != key}
+        first = attention.OTHERS if query else attention.NONE
+        against = widgets.choose("Minus", "against", list(others), first, show=others.__getitem__, width=190)
         parts = widgets.choose("Parts", "parts", list(attention.PARTS), show=attention.PARTS.__getitem__, width=150)
         link = choose_token(link.but(key=key), choice.text, "Token", "target", position=query, width=130)
-    show(attention.score, link.but(against=None if against == NONE else against, parts=parts), about=SCORE)
+    show(attention.score, link.but(against=against, parts=parts), about=SCORE)
     show(attention.path, link, about=PATH)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import streamlit as st
 
 from workbench import prompts
 from workbench.places import module
 from workbench.runs.catalogue import Entry
-from workbench.views import Link, follow, prompt
+from workbench.views import Link, follow, prompt, tuned
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -25,7 +26,8 @@ ABOUT = "One text through the selected model, token by token. Select *Compare* f
 POSITION = "Position"
 LENS = (
     "The model's output head, applied after each layer: the token that would come next if the model stopped there. The top row is its "
-    "real prediction. Early layers need not write in the head's basis, so odd tokens there are no fault."
+    "real prediction. Early layers need not write in the head's basis, so odd tokens there are no fault. The *tuned lens* first maps each "
+    "layer's stream to a final stream, by an affine map that was fitted on validation documents."
 )
 VALUES = (
     "**Own** values are what a layer computes, **effective** values what its attention sums, after the shortcut has added the first "
@@ -36,9 +38,9 @@ ATTRIBUTION = (
     "paths. Direct effects only: what a part does through later layers counts there. The parts sum to the model's own logit."
 )
 FOLLOW = (
-    "Left: what a token's **value** is made of, the layer's own projection and what comes from earlier layers. Right: the heads that "
-    "read it, and later layers that read a part of it again. Each with the amount, its share of all that the same queries get, and "
-    "that share under uniform attention. Select an early token: only later ones read it."
+    "One token's way through one head of a layer, by default its largest reader. Left: the parts of its key that make the score. Right: "
+    "what its **value** adds to the logit of a token at the query, by the source of the value. Below the figure: all sources and "
+    "readers of the value. Select an early token: only later ones read it. *Attention* shows every cell of a head."
 )
 ALL, WIDE_PX = "all", 700
 PARTS = {
@@ -46,14 +48,14 @@ PARTS = {
     "layers": "Logit lens",
     "who": "Logit attribution",
     "carries": "Values",
-    "follow": "Value flow",
+    "follow": "Path of a token",
 }
 PART_VIEWS = {
     "next": (prompt.predictions, prompt.surprise), "layers": (prompt.lens,), "who": (prompt.attribution,),
     "carries": (prompt.values, prompt.identity), "follow": (follow.follow,),
 }  # fmt: skip
 ABOUTS = {"layers": LENS, "who": ATTRIBUTION, "carries": VALUES, "follow": FOLLOW}
-WITHOUT_CLICKS = (prompt.predictions, prompt.two_texts, follow.follow)
+WITHOUT_CLICKS = (prompt.predictions, prompt.two_texts, follow.follow, tuned.lens_loss)
 
 
 def prompt_page(link: Link) -> None:
@@ -75,7 +77,13 @@ def prompt_page(link: Link) -> None:
         at = token_strip.selected_position("position", POSITION, len(tokens), default=last // 3 if early else last)
         losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
         token_strip.draw_token_strip(
-            tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=("target", "against")
+            tokens,
+            key="position",
+            label=POSITION,
+            colours=losses,
+            unit="nats",
+            chosen=at,
+            clears=("target", "against", "query"),
         )
 
     def take_token(point: Point) -> None:
@@ -96,8 +104,10 @@ def prompt_page(link: Link) -> None:
             link = link.but(
                 quantity=widgets.choose(
                     "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
-                )
+                ),
+                lens=widgets.choose("Lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130),
             )
+            views = (*views, tuned.lens_loss) if link.text("lens") == "tuned" else views
         elif shown == "carries":
             names = {name: row[0] for name, row in prompt.VALUES.items()}
             link = link.but(
@@ -110,10 +120,18 @@ def prompt_page(link: Link) -> None:
                 widgets.update_url(layer=None)
             layers, default = range(subject.entry.n_layers), follow.default_layer(subject)
             link = link.but(layer=widgets.choose("Layer", "layer", layers, default, width=80))
+            for label, key, options in (
+                ("Head", "head", range(subject.entry.n_heads)), ("Query", "query", range(int(at or 0), len(tokens))),
+            ):  # fmt: skip
+                shows: dict[Any, str] = {ALL: "largest reader", **{n: str(n) for n in options}}
+                chosen = widgets.choose(label, key, list(shows), ALL, show=shows.__getitem__, width=130)
+                link = link.but(**{key: None if chosen == ALL else chosen})
+            query = int(follow.reader(source, link).options["lock"])
+            link = choose_token(link, text, "Token", "target", position=query, width=130)
     least = (
         (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") or prompt.two_texts in views else FIGURE_PX
     )
-    with figures_side_by_side(least) if len(views) > 1 else st.container():
+    with figures_side_by_side(least) if len(views) > 1 and shown != "layers" else st.container():
         for view in views:
             show(view, link, about=ABOUTS.get(shown, ""), take=None if view in WITHOUT_CLICKS else take)
 

@@ -19,7 +19,7 @@ from workbench.checkpoints.identify import GGUF
 from workbench.errors import BadCheckpoint
 
 CHUNK = 1 << 20  # bytes read at a time: small beside a model, large beside a system call
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -183,8 +183,8 @@ def safetensors_table(path: Path) -> dict[str, Stored]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _DTYPES:
-            raise BadCheckpoint(f"{path}: {name} is {entry['dtype']}; read are {', '.join(_DTYPES)}")
+        if entry["dtype"] not in DTYPES:
+            raise BadCheckpoint(f"{path}: {name} is {entry['dtype']}; read are {', '.join(DTYPES)}")
         begin = 8 + length + entry["data_offsets"][0]
-        table[name] = Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), begin)
+        table[name] = Stored(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin)
     return table

@@ -1,7 +1,8 @@
-"""Commands on checkpoints and runs of other tools: import, export, push, export-log; and generate."""
+"""Commands on checkpoints and runs of other tools: import, coefficients, export, push, export-log; and generate."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from workbench.cli.arguments import (
     Download,
     Json,
     Options,
+    Out,
     Revision,
     RunOrModel,
     Runs,
@@ -96,6 +98,35 @@ def import_checkpoints(
     print_result(as_json, line, run=run.path, architecture=run.architecture, steps=run.steps)
     if builder:
         note(f"to open it: {BUILDERS}={builder} workbench app")
+
+
+@app.command(name="coefficients")
+def coefficients_command(
+    path: Annotated[str, RunOrModel(help="A run, a checkpoint or the URL of one (hf://owner/name).")],
+    out: Annotated[Path | None, Out(help="Write the numbers to this file: .parquet, .arrow, .csv or .json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the learned depth weights of a checkpoint, read from its small tensors alone: lambdas, attention residuals, gates.
+
+    Known are the names of our architectures, nanochat, modded-nanogpt and Kimi K3. Of a URL only the needed bytes are fetched.
+    """
+    from workbench.checkpoints.coefficients import read_coefficients
+    from workbench.console import note, print_table
+    from workbench.runs.tables import refuse_ending, write_table_as
+
+    refuse_ending(out)
+    result = read_coefficients(path)
+    if out is not None:
+        write_table_as(result.frame, out)
+    elif not as_json:
+        print_table(result.frame)
+    line = f"{result.layout}: {len(result.frame)} numbers, {result.bytes_read:,} bytes read"
+    rows = json.loads(result.frame.to_json(orient="records"))
+    print_result(
+        as_json, line, layout=result.layout, bytes_read=result.bytes_read, notes=result.notes, coefficients=rows
+    )
+    for text in () if as_json else result.notes:
+        note(text)
 
 
 @app.command(name="export")

@@ -28,11 +28,18 @@ from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Sourc
 class ObservedAnatomy(Anatomy):
     """Anatomy of an observed decoder, from a freshly recognised structure and its value paths."""
 
-    def __init__(self, model: HookedModel, structure: DecoderStructure, paths: Sequence[ValuePath]) -> None:
+    def __init__(
+        self,
+        model: HookedModel,
+        structure: DecoderStructure,
+        paths: Sequence[ValuePath],
+        *,
+        written: dict[int, FrozenNorm],
+    ) -> None:
         super().__init__(model)
         self.structure, self.paths = structure, paths
         self.foreign: nn.Module = model.foreign
-        self.written: dict[int, FrozenNorm] = {}  # norms between W_O and the stream, by layer
+        self.written = written  # norms between W_O and the stream, by layer, once they are fitted
 
     def needed(self, by: str, layer: int, frozen: bool = False) -> list[str]:
         """Return the hook points of a decomposition; raises `BadData` if the model lacks one."""

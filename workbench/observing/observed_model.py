@@ -42,7 +42,7 @@ from workbench.observing.interception.function_mode import (
 )
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.tensor_layouts import get_at, ids_among
-from workbench.observing.interception.weights import is_sharded, offloaded
+from workbench.observing.interception.weights import is_sharded, offloaded, samples
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import CallsListenedTo, HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
@@ -83,9 +83,11 @@ class Observed(HookedModel):
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
         self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), has_fused_layers(foreign)
         self._call, self._call_all, self._recognize = call, call_all, recognize
+        self._recognized: tuple[Any, Any, dict[int, Any]] | None = None  # state of the module, and what was found in it
         self.all_positions = False  # whether a run must return logits of every position
         self._masks: SeenMasks | None = None  # records the masks of a run
         self._segments: Segments | None = None  # documents of the attention statistics
+        self._attended: dict[tuple[int, str], Tensor] | None = None  # takes queries and keys of a run
         if structure.embed is not None:
             self.hook_embed = HookPoint()
         points = (BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers))
@@ -122,7 +124,7 @@ class Observed(HookedModel):
         """Return whether a hook point is read-only: statistics, fitted coefficients, copies of earlier layers' values."""
         copy = name.endswith(("hook_v_mix", "hook_v_weights")) or ".attn.source." in name or ".attn.table." in name
         inline = bool(self.structure.layers[0].inline) and ".hook_resid_" in name
-        if copy or is_statistic(name) or inline:
+        if copy or is_statistic(name) or inline or ".mlp.hook_" in name:
             return True
         # hook points of all attentions of a layer together
         number, together = layer_of(name), re.fullmatch(r"blocks\.\d+\.attn\.(own\.)?hook_(\w+)", name)
@@ -136,7 +138,7 @@ class Observed(HookedModel):
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
         return HookedRun(
             self.foreign, self.structure, points, tokens, fused=self.__dict__["fused"], masks=self._masks,
-            segments=self._segments, failed=failed,
+            segments=self._segments, failed=failed, attended=self._attended,
         )  # fmt: skip
 
     def listen_to_calls(self, failed: Failed | None = None) -> CallsListenedTo:
@@ -235,6 +237,20 @@ class Observed(HookedModel):
             finally:
                 self._masks = None
 
+    def run_with_attended(self, tokens: Tensor, names: NamesFilter) -> tuple[Cache, dict[tuple[int, str], Tensor]]:
+        """Return the cache of a run, and the queries and keys whose products are the scores, by layer and `q` or `k`.
+
+        They are those of the attentions with a hooked point, [batch, pos, head, d_head] each, after rotation and norms. Unlike
+        `rot_q` and `rot_k` they exist for any mask, soft cap or sink logit, and their scale is not in them.
+        """
+        with self.lock:
+            attended = dict[tuple[int, str], Tensor]()
+            self._attended = attended
+            try:
+                return self.run_with_cache(tokens, names)[1], attended
+            finally:
+                self._attended = None
+
     @contextlib.contextmanager
     def by_document(self, segments: Segments | None) -> Iterator[None]:
         """Leave padding out of attention statistics, and use each document's first token as the sink, while open."""
@@ -254,9 +270,15 @@ class Observed(HookedModel):
         )
 
     def anatomy(self) -> ObservedAnatomy:
-        """Recognise the parts of its stream and logits, with the current weights on the example tokens."""
+        """Return the parts of its stream and logits, recognised on the example tokens, anew if weights, modules or mode changed."""
         with self.lock:
-            return ObservedAnatomy(self, *self._recognize(self.foreign, None))
+            state = (
+                self.foreign.training, [id(module) for module in self.foreign.modules()],
+                [(name, sample.tolist() if sample.ndim else int(sample)) for name, sample in samples(self.foreign, fast=True)],
+            )  # fmt: skip
+            if self._recognized is None or self._recognized[0] != state:
+                self._recognized = state, self._recognize(self.foreign, None), {}
+            return ObservedAnatomy(self, *self._recognized[1], written=self._recognized[2])
 
     def _takes(self, *names: str) -> bool:
         """Return whether a call with ids can pass these further arguments to the module."""

@@ -64,6 +64,9 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     inline = "the block is no module: the stream can be read here, not replaced" if layer.inline else ""
     lost = _NO_STREAM if layer.inline else _NO_BLOCK
     yield "stream", layer.has_stream, layer.block, inline if layer.has_stream else lost
+    if layer.router is not None:
+        for site in ("router_logits", "expert_weights"):
+            yield site, *_place(layer.router, "")
     if not layer.is_read:
         found, where, why = _place(layer.attn_out, _NO_ATTENTION)
         yield "attn_out", found, where, why or "in some blocks of a mixer that is no readable attention"

@@ -1,9 +1,9 @@
-"""Diagram of a value's path: its sources, the value, and its readers, with widths in proportion to their numbers."""
+"""Diagram of a token's path: parts on both sides of its value, with widths in proportion to their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from plotly.subplots import make_subplots
 from workbench.plots.grids import safe
 from workbench.plots.style import at_least, dressed, wrapped
 
-THICK, PITCH, HEADING, FINEST = 190.0, 21.0, 30.0, 4.0
-"""Pixels: of all strands together, between two labels, above a group of strands, of a strand's piece on average."""
+THICK, PITCH, HEADING = 190.0, 21.0, 30.0
+"""Pixels: of all strands together, between two labels, above a group of strands."""
 LEAST = 800  # pixels of the whole, in which the words of both sides have their room
 LEFT, CENTRE, RIGHT, BAR = 0.27, 0.46, 0.64, 0.014
 """Where the bars stand, from 0 to 1, and how wide they are."""
@@ -30,8 +30,6 @@ class Strand:
     size: float
     says: str
     colour: str
-    pieces: Sequence[tuple[str, float]] = field(default=())
-    """Names and sizes of what it consists of, told on hover."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +44,9 @@ class DrawnPath:
 
 
 def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Figure:
-    """Draw paths below each other: sources at the left, the value, its readers at the right.
+    """Draw paths below each other: parts of the score at the left, the value, what it adds at the right.
 
-    Widths are shares of their side, the value's norm or the total attention. Negative bands are hatched.
+    Widths are shares of their side. Negative bands are hatched.
     """
     heights = [max(_height(path.sources), _height(path.readers)) for path in paths]
     titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
@@ -112,12 +110,7 @@ def _side(
                 figure, [*band_x, *band_x[::-1]], [*band_y, *(band_y + thick)[::-1]], strand.colour, says, where,
                 opacity=0.45, line={"width": 0, "simplify": False}, **hatch,
             )  # fmt: skip
-            pieces = strand.pieces if strand.pieces and thick > FINEST * len(strand.pieces) else [("", strand.size)]
-            total = sum(abs(size) for _, size in pieces) or 1.0
-            for name, size in pieces:  # the band's bar
-                begins, top = top, top + thick * abs(size) / total
-                piece = f"{safe(strand.name)}, {safe(name)}: {size:.3g}" if name else says
-                _box(figure, bar, (begins, top), strand.colour, piece, where)
+            _box(figure, bar, (top, top + thick), strand.colour, says, where)
             labels.append(says)
             places.append(y + slot / 2)
             y, joint = y + slot, joint + thick

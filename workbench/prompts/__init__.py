@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from workbench.prompts.prompt import Prompt, PromptLike, tokenise
     from workbench.prompts.scores import ScoreAttribution, part_in_words, score_attribution, sink_attribution
     from workbench.prompts.self_check import check_model
+    from workbench.prompts.tuned_lens import TunedLens, fit_tuned_lens, load_tuned_lens
     from workbench.prompts.vectors import Identity, ValueNorms, token_identity, value_norms
 
 _MODULES = {
@@ -42,14 +43,15 @@ _MODULES = {
     "prompt": ("Prompt", "PromptLike", "tokenise"),
     "scores": ("ScoreAttribution", "part_in_words", "score_attribution", "sink_attribution"),
     "self_check": ("check_model",),
+    "tuned_lens": ("TunedLens", "fit_tuned_lens", "load_tuned_lens"),
     "vectors": ("Identity", "ValueNorms", "token_identity", "value_norms"),
 }  # fmt: skip
 __all__ = [
     "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",
-    "Pool", "Predictions", "Prompt", "PromptLike", "ScoreAttribution", "Sweep", "TokenPath", "ValueFlow", "ValueNorms", "Window",
-    "attention_inputs", "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
-    "logit_attribution", "logit_lens", "next_tokens", "part_in_words", "patch_sweep", "score_attribution", "sharpest_pairs",
-    "sink_attribution", "token_identity", "token_path", "tokenise", "value_flow", "value_norms",
+    "Pool", "Predictions", "Prompt", "PromptLike", "ScoreAttribution", "Sweep", "TokenPath", "TunedLens", "ValueFlow", "ValueNorms",
+    "Window", "attention_inputs", "attention_map", "attention_overview", "check_model", "edit_effect", "edit_sweep", "excerpt",
+    "fit_tuned_lens", "load_tuned_lens", "logit_attribution", "logit_lens", "next_tokens", "part_in_words", "patch_sweep",
+    "score_attribution", "sharpest_pairs", "sink_attribution", "token_identity", "token_path", "tokenise", "value_flow", "value_norms",
 ]  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

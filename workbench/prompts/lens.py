@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from workbench.prompts.prompt import (
     single_prompt,
     streams,
 )
+from workbench.prompts.tuned_lens import TunedLens, load_tuned_lens
 
 NONE = -1  # stands for the token that follows the last
 COLUMNS = 12  # positions that a notebook shows
@@ -69,8 +71,18 @@ class Lens:
 
 
 @torch.no_grad()
-def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, positions: slice | None = None) -> Lens:
+def logit_lens(
+    model: HookedModel,
+    prompt: PromptLike,
+    top: int = 5,
+    *,
+    positions: slice | None = None,
+    tuned: TunedLens | str | Path | None = None,
+) -> Lens:
     """Logit lens: softmax(W_U norm(x_n)) of every stream x_n with the model's own final norm, at all positions or some.
+
+    With `tuned`, a lens of `fit_tuned_lens` or its file, each stream is first mapped to a final stream. In an edited run it reads the
+    edited streams.
 
     Costs one run and L + 1 times the head at each position; memory is the streams of the chosen positions and a few positions'
     logits. An observed model does not expose its norm and head, so it runs L + 4 times with each layer's stream patched in
@@ -82,10 +94,14 @@ def logit_lens(model: HookedModel, prompt: PromptLike, top: int = 5, *, position
     ids, where = prompt.ids, chosen_positions(prompt.ids.shape[1], positions)
     top = max(1, min(top, model.config.d_vocab))
     following = torch.cat([ids[0, 1:], ids.new_full((1,), NONE)])[where.start : where.stop]
+    lens = load_tuned_lens(tuned, model) if isinstance(tuned, str | Path) else tuned
+    if lens is not None:
+        lens.check(model)
+    mapped: Mapped = (lambda layer, x: x) if lens is None else lens
     if isinstance(model, Transformer):
-        outputs, read = _by_parts(model, ids, where)
+        outputs, read = _by_parts(model, ids, where, mapped)
     else:
-        outputs, read = _by_runs(model, ids, where)
+        outputs, read = _by_runs(model, ids, where, mapped)
     n_rows, n_pos, off = model.config.n_layers + 1, len(where), 0.0
     numbers = {n: np.full((n_rows, n_pos), np.nan, np.float32) for n in ("probability", "rank", "entropy", "kl")}
     top_ids = np.zeros((n_rows, n_pos, top), np.int32)
@@ -123,7 +139,11 @@ Readings = tuple[Iterable[tuple[slice, Tensor]], Callable[[int, slice], Tensor]]
 """The output's log-probabilities by chunks of positions, and those that a layer's stream gives at a chunk."""
 
 
-def _by_parts(model: Transformer, ids: Tensor, where: range) -> Readings:
+Mapped = Callable[[int, Tensor], Tensor]
+"""Maps a layer's stream before the head reads it."""
+
+
+def _by_parts(model: Transformer, ids: Tensor, where: range, mapped: Mapped) -> Readings:
     """Logit lens of our models: norm and unembedding applied to each stream."""
     read: dict[Any, Tensor] = {}
 
@@ -133,11 +153,11 @@ def _by_parts(model: Transformer, ids: Tensor, where: range) -> Readings:
     names = {n: [name] for n, name in streams(model).items()}
     by_layer(model, ids, {**names, "head": ["unembed.hook_in"]}, reduce)
     return log_probabilities(model, read["head"], normed=True), lambda layer, chunk: next(
-        log_probabilities(model, read[layer][chunk])
+        log_probabilities(model, mapped(layer, read[layer][chunk]))
     )[1]
 
 
-def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
+def _by_runs(model: HookedModel, ids: Tensor, where: range, mapped: Mapped) -> Readings:
     """Logit lens of an observed model: one run for each stream, patched in as the last one."""
     names, last = streams(model), model.config.n_layers
     if len(names) <= last or model.is_read_only(names[last]):
@@ -152,7 +172,7 @@ def _by_runs(model: HookedModel, ids: Tensor, where: range) -> Readings:
     output = read(None)
     if output.std() > 0 and torch.equal(read(cache[names[last]].flip(-1)), output):
         raise BadData(f"this {type(model.foreign).__name__} reads its output from elsewhere than its last stream")
-    return [(slice(0, len(where)), output)], lambda layer, chunk: read(cache[names[layer]])[chunk]
+    return [(slice(0, len(where)), output)], lambda layer, chunk: read(mapped(layer, cache[names[layer]]))[chunk]
 
 
 @dataclass(frozen=True, kw_only=True)

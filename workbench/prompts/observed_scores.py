@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from workbench.observing.recognition.executions import MATRIX
 from workbench.observing.recognition.fits import EXACT, FrozenNorm, fit_norm
 from workbench.observing.recognition.projections import matching_columns
 from workbench.observing.recognition.structure import LayerStructure, Projection
-from workbench.prompts.score_parts import ScoreParts
+from workbench.prompts.score_parts import NULL_NOTE, ScoreParts
 
 PROBES = 64  # random rows to which a norm's gain and shift are fitted
 LEAST = 4  # tokens of a fit of slopes
@@ -42,8 +43,10 @@ class ModuleRun:
     output: Any
 
 
-def observed_score_parts(model: Observed, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
-    """Return the parts of a layer's rotated queries and keys of ids [1, T] at some positions, from two runs."""
+def observed_score_parts(
+    model: Observed, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None, head: int | None = None
+) -> ScoreParts:
+    """Return the parts of rotated queries and keys of ids [1, T] at some positions; of one head as `own_score_parts`."""
     if len(ids) > 1:
         raise BadData("observed models take documents one by one: batch=1")
     anatomy = model.anatomy()
@@ -51,39 +54,34 @@ def observed_score_parts(model: Observed, ids: Tensor, layer: int, by: By, pos: 
     if len(structure.parts) != 1 or structure.inline:
         raise BadData(f"layer {layer} shows no single attention in a block of its own: its scores have no known maps")
     part = structure.parts[0]
-    rotated = f"{stem}rot_q" in model.hook_dict and f"{stem}rot_k" in model.hook_dict
-    whole_mask = rotated and part.attention.mask == CAUSAL
-    points = [f"{stem}{x}" for x in ("q", "k", *(("rot_q", "rot_k") if rotated else ()))]
-    points += [] if whole_mask else [f"{stem}attn_scores"]
+    whole_mask = f"{stem}rot_q" in model.hook_dict and part.attention.mask == CAUSAL
+    points = [f"{stem}{x}" for x in ("q", "k", *(("rot_q", "rot_k") if whole_mask else ("attn_scores",)))]
     if absent := [name for name in points if name not in model.hook_dict]:
         raise BadData(f"layer {layer} has no {absent[0]}: {model.absent.get(absent[0], 'the module does not show it')}")
     names = [*anatomy.needed(by, layer), *points, *(["hook_embed"] if "hook_embed" in model.hook_dict else [])]
     with module_runs(model, structure) as runs, torch.no_grad():
-        _, cache = model.run_with_cache(ids, names)
+        cache, attended = model.run_with_attended(ids, names)
     dtype = max((t.dtype for t in cache.cache_dict.values()), key=EXACT.__getitem__)
     before = {x: cache[f"{stem}{x}"][0].double() for x in ("q", "k")}  # [pos, head, d_head]
-    after, rotation = before, None
-    if rotated:
-        after = {x: cache[f"{stem}rot_{x}"][0].double() for x in ("q", "k")}
-        if (rotation := fitted_rotation(before, after, EXACT[dtype])) is None:
-            raise BadData(
-                f"layer {layer}'s queries and keys in use are no rotations of its projections, by pairs of channels"
-            )
-    factor, slopes = torch.ones(before["q"].shape[1]).to(before["q"]), None
+    after = {x: (cache[f"{stem}rot_{x}"] if whole_mask else attended[layer, x])[0].double() for x in ("q", "k")}
+    if (rotation := fitted_rotation(before, after, EXACT[dtype])) is None:
+        raise BadData(
+            f"layer {layer}'s queries and keys in use are no rotations of its projections, by pairs of channels"
+        )
+    fitted = ScoreFit(torch.ones(before["q"].shape[1]).to(before["q"]))
+    visible = None
     if not whole_mask:
         scores = cache[f"{stem}attn_scores"][0].double()
         visible = visible_keys(scores)
-        query, *keys = [0] if pos is None else pos
-        used = visible[:, query, keys] if keys else visible | torch.ones_like(visible).triu(1)
-        if not bool(used.all()):
-            raise BadData(f"the mask of layer {layer} hides such keys from such queries: their scores are not used")
-        if (fitted := fitted_slopes(after, scores, visible, EXACT[dtype])) is None:
+        if not torch.equal(visible.any(0), visible.all(0)):
+            raise BadData(f"the mask of layer {layer} differs by head")
+        visible = visible.all(0).tril()
+        if (fit := fitted_scores(after, scores, visible, EXACT[dtype])) is None:
             why = part.attention.note or part.attention.mask
             raise BadData(
-                f"layer {layer} shows no rotated queries and keys, and its scores are no multiple of its projections' q . k plus slopes by "
-                f"position ({why})"
+                f"the scores of layer {layer} are no multiple of q . k, plus slopes by position or under a soft cap ({why})"
             )
-        factor, slopes = fitted
+        fitted = fit
     at = list(range(ids.shape[1])) if pos is None else list(pos)
     stream = decompose(model, cache, to=layer, by=by, pos=at, anatomy=anatomy)
     read, labels, streams = cache[f"blocks.{layer}.hook_resid_pre"][0], list(stream.labels), stream.parts[:, 0]
@@ -94,18 +92,25 @@ def observed_score_parts(model: Observed, ids: Tensor, layer: int, by: By, pos: 
         labels[:1] = [labels[0], "positions"]
     parts, whole, all_labels = {}, {}, {}
     for name in ("q", "k"):
-        place = getattr(part, name)
-        made, constant = projected_parts(runs, place, layer, name, read, streams, before[name], at, EXACT[dtype])
+        place, repeats = getattr(part, name), before["q"].shape[1] // before[name].shape[1]
+        own_head = None if head is None else head // repeats
+        heads = torch.arange(before["q"].shape[1]) // repeats if own_head is None else torch.tensor([own_head])
+        here = at[:1] if name == "q" and head is not None else at
+        made, constant = projected_parts(
+            runs, place, layer, name, read, streams[:, : len(here)], before[name], here, EXACT[dtype], own_head
+        )
         if bool(constant.any()):
             made = torch.cat([made, constant[None]])
-        made = made if rotation is None else rotation(name, made, at)
-        own = after[name][at]
-        made, own = (made * factor[:, None], own * factor[:, None]) if name == "q" else (made, own)
-        repeats = before["q"].shape[1] // made.shape[-2]
+        made, own = rotation(name, made, here), after[name][here][:, heads]
+        made = made if own_head is not None else made[:, :, heads]
+        scales = fitted.factor[slice(None) if head is None else slice(head, head + 1), None]
+        made, own = (x * scales if name == "q" else x for x in (made, own))
         all_labels[name] = labels + [BIAS] * (len(made) - len(labels))
-        parts[name] = made.repeat_interleave(repeats, -2)[:, None]
-        whole[name] = own.repeat_interleave(repeats, -2)[None]
-    return ScoreParts(labels=all_labels, parts=parts, whole=whole, dtype=dtype, slopes=slopes)
+        parts[name], whole[name] = made[:, None], own[None]
+    return ScoreParts(
+        labels=all_labels, parts=parts, whole=whole, dtype=dtype, slopes=fitted.slopes, visible=visible, cap=fitted.cap,
+        notes=[NULL_NOTE] if part.attention.has_null else [],
+    )  # fmt: skip
 
 
 @contextmanager
@@ -159,9 +164,12 @@ def table_of_positions(model: Observed, cache: Any) -> Tensor | None:
 
 def projected_parts(
     runs: Sequence[ModuleRun], place: Projection | None, layer: int, name: str, read: Tensor, streams: Tensor, seen: Tensor,
-    at: list[int], tolerance: float,
+    at: list[int], tolerance: float, head: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Map parts [part, pos, d_model] of the block's input `read` [T, d_model] to queries or keys; returns parts and constant part."""
+    """Map parts [part, pos, d_model] of the block's input `read` [T, d_model] to queries or keys, of all heads or one.
+
+    Returns the parts and the constant part.
+    """
     where, T = f"layer {layer}'s {'query' if name == 'q' else 'key'}", len(read)
     if place is None or place.module == MATRIX:
         raise BadData(
@@ -188,19 +196,35 @@ def projected_parts(
     normed = matrix.input.reshape(T, -1)
     before = input_norm(runs, read, normed, where, tolerance)
     divisor = before.divisor(read.double(), normed.double())[at]
-    made = before.gain.to(divisor) * before.read(streams.double()) / divisor
     shift = torch.zeros_like(normed[:1]) if before.shift is None else before.shift[None].to(normed)
     zero = apply_module(matrix.module, torch.zeros_like(normed[:1])).double()
+    constant = apply_module(matrix.module, shift).double().expand(len(at), -1)
+    if (
+        norm is None and head is not None and streams[..., 0].numel() > len(read.T)
+    ):  # one head's columns of the matrix, gain and mean in it
+        whole = apply_module(matrix.module, torch.eye(len(read.T)).to(normed)).double() - zero
+        columns_of_head = before.gain.to(divisor)[:, None] * place.heads_in(whole)[:, head]
+        columns_of_head -= columns_of_head.mean(0) if before.centred else 0
+        return divided(streams.double() @ columns_of_head, divisor)[:, :, None], place.heads_in(constant)[
+            :, head : head + 1
+        ]
+    made = divided(before.gain.to(divisor) * before.read(streams.double()), divisor)
     out = apply_module(matrix.module, made.to(normed.dtype).flatten(0, 1)).double() - zero
-    out, constant = out.unflatten(0, made.shape[:2]), apply_module(matrix.module, shift).double().expand(len(at), -1)
+    out = out.unflatten(0, made.shape[:2])
     if norm is not None and columns is not None:
         out, constant = (y[..., as_index(columns)].unflatten(-1, (-1, width)) for y in (out, constant))
         x, u = (t.reshape(T, -1, width).double() for t in (last.input, get_at(last.output, place.path)))
-        share = norm.gain.to(x) / norm.divisor(x, u)[at]
-        out, constant = (share * norm.read(y) for y in (out, constant))
+        out, constant = (divided(norm.gain.to(x) * norm.read(y), norm.divisor(x, u)[at]) for y in (out, constant))
         constant = constant if norm.shift is None else constant + norm.shift.to(x)
         out, constant = out.flatten(-2), constant.flatten(-2)
-    return place.heads_in(out.flatten(0, 1)).unflatten(0, made.shape[:2]), place.heads_in(constant)
+    heads = slice(None) if head is None else slice(head, head + 1)
+    by_head = place.heads_in(out.flatten(0, 1)).unflatten(0, made.shape[:2])
+    return by_head[..., heads, :], place.heads_in(constant)[:, heads]
+
+
+def divided(part: Tensor, divisor: Tensor) -> Tensor:
+    """Divide a part by a norm's divisor; 0 stays 0 where the norm of a zero vector (a padding token's) shows no divisor."""
+    return torch.where(part == 0, 0.0, part / divisor)
 
 
 def as_index(columns: slice | tuple[int, ...]) -> Any:
@@ -298,18 +322,50 @@ def fitted_rotation(before: dict[str, Tensor], after: dict[str, Tensor], toleran
     return None
 
 
-def fitted_slopes(
-    used: dict[str, Tensor], scores: Tensor, visible: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor] | None:
-    """Fit each head's scores [head, query, key] as a multiple of q . k plus slopes of both positions (ALiBi); None without a fit."""
+@dataclass(frozen=True)
+class ScoreFit:
+    """Scores as cap * tanh(s / cap) of s = factor * q . k / sqrt(d_head) + slopes."""
+
+    factor: Tensor  # [head]
+    slopes: Tensor | None = None  # [head, 3]: of the key's position, the query's, and 1
+    cap: float | None = None
+
+
+def fitted_scores(used: dict[str, Tensor], scores: Tensor, visible: Tensor, tolerance: float) -> ScoreFit | None:
+    """Fit scores [head, query, key] under a mask: a multiple of q . k, else with slopes (ALiBi), else under a soft cap."""
     q, k = used["q"], used["k"].repeat_interleave(used["q"].shape[1] // used["k"].shape[1], 1)
-    i, j = visible.all(0).tril().nonzero(as_tuple=True)
     if len(q) < LEAST:
-        raise BadData(f"{len(q)} tokens: the slopes of scores by position need {LEAST} or more")
-    dots, seen = torch.einsum("ihd,jhd->hij", q, k)[:, i, j], scores[:, i, j]
+        raise BadData(f"{len(q)} tokens: the scores of a masked or changed attention are fitted to {LEAST} or more")
+    i, j = visible.nonzero(as_tuple=True)
+    dots, seen = torch.einsum("ihd,jhd->hij", q, k)[:, i, j] / q.shape[-1] ** 0.5, scores[:, i, j]
     columns = torch.stack([dots, *(x.double().expand_as(dots) for x in (j, i, torch.ones_like(i)))], -1)
-    fits = torch.linalg.lstsq(columns.cpu(), seen.cpu()[..., None]).solution.to(q)[..., 0]  # [head, 4]
-    left = (columns @ fits[..., None])[..., 0] - seen
-    if not float(left.abs().max()) <= tolerance * float(seen.abs().max()):
+    most = tolerance * float(seen.abs().max())
+    count = torch.bincount(i)
+
+    def centred(x: Tensor) -> Tensor:
+        """Subtract the mean of each query's row [head, cell]. The softmax ignores such constants, and gpt-oss subtracts one."""
+        return x - (x.new_zeros(len(x), len(q)).index_add(1, i, x) / count)[:, i]
+
+    for x, y in ((columns[..., :1], seen), (columns, seen), (centred(dots)[..., None], centred(seen))):
+        fits = torch.linalg.lstsq(x.cpu(), y.cpu()[..., None]).solution.to(q)  # [head, column, 1]
+        if float(((x @ fits)[..., 0] - y).abs().max()) <= most:
+            return ScoreFit(fits[:, 0, 0], fits[:, 1:, 0] if x.shape[-1] > 1 else None)
+    from scipy.optimize import least_squares
+
+    products, targets = dots.flatten().cpu().numpy(), seen.flatten().cpu().numpy()
+    some, top = slice(None, None, max(1, len(products) // 20_000)), float(abs(targets).max())
+
+    def capped(p: Any, x: Any) -> Any:
+        """Scores of a factor and the logarithm of cap / largest score."""
+        cap = top * np.exp(p[1])
+        return cap * np.tanh(p[0] * x / cap)
+
+    starts = [(float(products @ targets / (products @ products)), start) for start in (0.05, 1.0, 3.0)]
+    fits_ = [
+        least_squares(lambda p: capped(p, products[some]) - targets[some], start, xtol=1e-14, ftol=1e-14)
+        for start in starts
+    ]
+    best = min(fits_, key=lambda fit: fit.cost).x
+    if not float(abs(capped(best, products) - targets).max()) <= most:
         return None
-    return fits[:, 0] * q.shape[-1] ** 0.5, fits[:, 1:]
+    return ScoreFit(torch.full((q.shape[1],), best[0]).to(q), cap=float(top * np.exp(best[1])))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -42,8 +43,9 @@ class TokenPath:
 
 @torch.no_grad()
 def token_path(
-    model: HookedModel, prompt: PromptLike, layer: int, head: int, query: int, key: int, token: int
-) -> TokenPath:
+    model: HookedModel, prompt: PromptLike, layer: int, head: int, query: int, key: int, token: int, *,
+    against: int | Literal["others"] | None = None,
+) -> TokenPath:  # fmt: skip
     """Follow a token from one cell of an attention map to a logit.
 
     Costs three runs and twice the attention of every layer for each value path.
@@ -56,6 +58,7 @@ def token_path(
         query: Position of the query token, negative from the end.
         key: Position of the key token, not after the query.
         token: Id of the token whose logit at the query position is divided.
+        against: What is subtracted from the score, as in `score_attribution`.
 
     Returns:
         The parts of the score, the attention weight, and the logits that the key's value adds, by value path.
@@ -65,7 +68,7 @@ def token_path(
         WorkbenchError: Parts do not sum to the score or the logit.
     """
     prompt = single_prompt(model, prompt, least=1)
-    score = score_attribution(model, prompt, layer, head, query, key)
+    score = score_attribution(model, prompt, layer, head, query, key, against=against)
     T, n_layers = prompt.ids.shape[1], model.config.n_layers
     query, key = query % T, key % T
     if isinstance(token, bool) or token not in range(model.config.d_vocab):

@@ -29,11 +29,22 @@ class ScoreParts:
     whole: dict[str, Tensor]  # the model's own, [batch, pos, head, d_head]
     dtype: torch.dtype  # coarsest type of the run
     slopes: Tensor | None = None  # of ALiBi, [head, 3]: what a key's, a query's position and 1 add to a score
+    visible: Tensor | None = None  # bool [query, key] of all positions; None for the causal mask
+    cap: float | None = None  # soft cap: the softmax reads cap * tanh(score / cap)
     notes: list[str] = field(default_factory=list)
 
 
-def own_score_parts(model: Transformer, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
-    """Return the parts of a layer's rotated queries and keys of ids [batch, T] at some positions, from one run."""
+PARTS_AT_ONCE = 16  # in float64
+NULL_NOTE = "The softmax has one more column, a sink logit, which is no key."
+
+
+def own_score_parts(
+    model: Transformer, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None, head: int | None = None
+) -> ScoreParts:
+    """Return the parts of rotated queries and keys of ids [batch, T] at some positions, from one run.
+
+    Of one head: its query at the first of the positions, and its keys at all of them.
+    """
     notes = []
     for recipe in (r for r in model.recipes() if r.layer == layer):
         if len(recipe.paths) > 1:
@@ -43,7 +54,7 @@ def own_score_parts(model: Transformer, ids: Tensor, layer: int, by: By, pos: Se
         if len(recipe.paths[0]) > 1:
             notes.append(f"Scores of layer {layer}'s own keys; its softmax also covers keys of other layers.")
         if recipe.joint.attends(layer) == "null":
-            notes.append("The softmax has one more column, a sink logit, which is no key.")
+            notes.append(NULL_NOTE)
     terms = {name: list(_terms(model, layer, name)) for name in ("q", "k")}
     layers = sorted({j for each in terms.values() for j, _ in each})
     anatomy, stem = anatomy_of(model), f"blocks.{layer}.attn.hook_rot_"
@@ -66,20 +77,35 @@ def own_score_parts(model: Transformer, ids: Tensor, layer: int, by: By, pos: Se
     }
     cos, sin = (x.double() for x in model.rotary(ids.shape[1], tensors[f"{stem}q"]))
     rotation = (cos, sin) if pos is None else (cos[list(pos)], sin[list(pos)])
+    group = model.config.n_heads // tensors[f"{stem}k"].shape[-2]
+    heads = {
+        x: slice(None) if head is None else slice(h, h + 1) for x, h in (("q", head or 0), ("k", (head or 0) // group))
+    }
+    places = {
+        "q": slice(0, 1 if head is not None else None),
+        "k": slice(None),
+    }  # of one head: queries of the first position
     labels, parts = dict[str, list[str]](), dict[str, Tensor]()
     for name, each in terms.items():
         sums: dict[str, Tensor] = {}
         for j, factors in each:
-            made = _projected(model.blocks[j], streams[j].parts.double(), name, cut)
+            read = streams[j].parts[:, :, places[name]]
+            made = _projected(
+                model.blocks[j], read, name, lambda point, at=places[name]: cut(point)[:, at], heads[name]
+            )
             for point, i in factors:
-                weight = tensors[point] if tensors[point].ndim == 1 else cut(point)
-                made = made * (weight[i] if weight.ndim == 1 else weight[..., i, None])
+                weight = tensors[point] if tensors[point].ndim == 1 else cut(point)[:, places[name]]
+                by_head = weight[..., heads[name], :] if weight.ndim > 1 and weight.shape[-2] > 1 else weight
+                made = made * (weight[i] if weight.ndim == 1 else by_head[..., i, None])
             for label, part in zip(streams[j].labels, made, strict=True):
                 sums[label] = sums[label] + part if label in sums else part
-        labels[name], parts[name] = list(sums), rotate(torch.stack(list(sums.values())), rotation)
-    repeats = model.config.n_heads // parts["k"].shape[-2]
-    parts["k"] = parts["k"].repeat_interleave(repeats, -2)
-    whole = {"q": cut(f"{stem}q"), "k": cut(f"{stem}k").repeat_interleave(repeats, -2)}
+        labels[name], parts[name] = (
+            list(sums),
+            rotate(torch.stack(list(sums.values())), tuple(x[places[name]] for x in rotation)),
+        )
+    whole = {name: cut(f"{stem}{name}")[:, places[name], heads[name]] for name in terms}
+    repeats = 1 if head is not None else group
+    parts["k"], whole["k"] = (x["k"].repeat_interleave(repeats, -2) for x in (parts, whole))
     dtype = max((t.dtype for t in tensors.values()), key=EXACT.__getitem__)
     return ScoreParts(labels=labels, parts=parts, whole=whole, dtype=dtype, notes=notes)
 
@@ -106,17 +132,21 @@ def _terms(
         yield from _terms(model, j, name, more, own=j == layer or wiring.sources[j] == "own")
 
 
-def _projected(block: Any, parts: Tensor, name: str, cut: Any) -> Tensor:
-    """Map parts of a block's input [..., d_model] to parts of its own queries or keys [..., head, d_head], norms frozen."""
+def _projected(block: Any, parts: Tensor, name: str, cut: Any, heads: slice) -> Tensor:
+    """Map parts of a block's input [..., d_model] to parts of some heads' own queries or keys [..., head, d_head], norms frozen."""
     attn, norm = block.attn, block.ln1
-    if isinstance(norm, RMSNorm):
-        parts = parts * norm.share(cut(f"blocks.{attn.layer}.ln1.hook_scale"))
+    linear, by_head = getattr(attn, f"{name}_proj"), (-1, attn.config.d_head)
+    matrix = linear.weight.detach().unflatten(0, by_head)[heads].double()
+    if isinstance(norm, RMSNorm):  # its gain in the matrix, its divisor after it: parts are many, heads may be one
+        matrix = matrix * norm.weight.detach().double()
     elif not isinstance(norm, Unnormed):
         raise BadData(
             f"layer {attn.layer}'s norm is a {type(norm).__name__}, which has no divisor that could be frozen"
         )
-    linear = getattr(attn, f"{name}_proj")
-    made = parts @ linear.weight.detach().double().T
+    made = torch.cat([torch.einsum("...m,hdm->...hd", some.double(), matrix) for some in parts.split(PARTS_AT_ONCE)])
+    if isinstance(norm, RMSNorm):
+        made = made / cut(f"blocks.{attn.layer}.ln1.hook_scale")[..., None]
     if isinstance(linear, NormedLinear):
-        made = made * linear.norm.share(cut(f"blocks.{attn.layer}.attn.{name}_proj.norm.hook_scale"))
-    return made.unflatten(-1, (-1, attn.config.d_head))
+        share = linear.norm.share(cut(f"blocks.{attn.layer}.attn.{name}_proj.norm.hook_scale"))
+        made = made * share.unflatten(-1, by_head)[..., heads, :]
+    return made

@@ -3,7 +3,9 @@
     s_ij = q_i . k_j / sqrt(d_head) = sum over a, b of q_i^a . k_j^b / sqrt(d_head),   q_i^a = R_i N_q W_Q (x_i^a / r_i)
 
 x_i^a is a part of the stream at position i, as in `decompose`. r_i is the divisor of the norm before the attention, N_q the norm of
-queries, if there is one, and R_i the rotation. All norms are frozen at their values of the run, so every map is linear.
+queries, if there is one, and R_i the rotation. All norms are frozen at their values of the run, so every map is linear. Under a soft
+cap (Gemma 2) s_ij is the score before the cap. A sliding window hides keys, and a sink logit is one more term of the softmax: neither
+changes a score.
 
 Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits (the QK circuit).
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -40,7 +42,8 @@ class ScoreAttribution:
     matrix: pd.DataFrame
     """Scores [part of the query's stream, part of the key's stream], labelled as in `decompose`; they sum to the score."""
     position: float  # part of the score that depends on the two positions alone (ALiBi)
-    score: float  # what the model computed, before the softmax
+    score: float  # what the model computed, before the softmax and a soft cap
+    capped: float | None = None  # the same after the soft cap of the model, if it has one
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -68,13 +71,17 @@ class ScoreAttribution:
             list(map(part_in_words, map(str, index))) for index in (self.matrix.index, self.matrix.columns)
         )
         place = f" The positions alone add {self.position:+.3g}." if self.position else ""
+        place += "" if self.capped is None else f" Before the soft cap; after it {self.capped:+.3g}."
         return (
             f"{self.subject}: {self.score:+.3g}. The key's largest part is {columns[key]} ({cells[:, key].sum():+.3g}), mostly through the "
             f"query's {rows[query]} ({cells[query, key]:+.3g}).{place}"
         )
 
     def _repr_html_(self) -> str:
-        facts = {"score": f"{self.score:.5g}", "error of the sum": f"{self.error:.1e}", "notes": " ".join(self.notes)}
+        facts = {
+            "score": f"{self.score:.5g}", "after the soft cap": self.capped, "error of the sum": f"{self.error:.1e}",
+            "notes": " ".join(self.notes),
+        }  # fmt: skip
         return notebook_html(self.subject, facts, self.matrix.to_html(float_format="{:.3g}".format))
 
 
@@ -90,13 +97,13 @@ def part_in_words(label: str) -> str:
 @torch.no_grad()
 def score_attribution(
     model: HookedModel, prompt: PromptLike, layer: int, head: int, query: int, key: int, *,
-    against: int | None = None, by: By = "layer",
+    against: int | Literal["others"] | None = None, by: By = "layer",
 ) -> ScoreAttribution:  # fmt: skip
     """Attribute the attention score of one query and key of a head to the parts of both streams.
 
     Norms before the attention, of queries and of keys are frozen at their values, so each part maps linearly to a query and a key.
-    Biases are parts of their own. Soft caps are refused, since a capped score is no sum. Costs one run and, by value path, each earlier
-    layer's attention once more. An observed model is recognised again on its example tokens, to read its current weights.
+    Biases are parts of their own. Under a soft cap the parts are of the score before the cap. Costs one run and, by value path, each
+    earlier layer's attention once more. An observed model whose weights changed is recognised again on its example tokens.
 
     Args:
         model: A model of `build`, or an observed one.
@@ -105,37 +112,50 @@ def score_attribution(
         head: Query head; keys may be shared by several (GQA).
         query: Position of the query token, negative from the end.
         key: Position of the key token, not after the query.
-        against: Another key. The parts are then those of the difference of both scores, the log ratio of both attention weights.
+        against: Another key, whose score is subtracted: the log ratio of both attention weights. `others`: the mean score of the
+            other visible keys is subtracted, which a high weight needs where the score itself may be small.
         by: Parts of the streams: `layer`, `head` or `value_path`, as in `decompose`.
 
     Returns:
         Parts of the query times parts of the key, whose sum equals the model's score.
 
     Raises:
-        BadData: A layer, head or position is outside the model or prompt, the key follows the query, or the layer has no such score.
+        BadData: A layer, head or position is outside the model or prompt, the key follows the query or is hidden from it, or the
+            layer has no such score.
         WorkbenchError: The parts do not sum to the score, for example because a hook changed it.
     """
     prompt = single_prompt(model, prompt, least=1)
-    at = [one_position(prompt.ids.shape[1], p) for p in (query, key, *([] if against is None else [against]))]
+    named = [query, key, *([] if against is None or against == "others" else [against])]
+    at = [one_position(prompt.ids.shape[1], p) for p in named]
     _check_layer(model, layer, by)
     if isinstance(head, bool) or head not in range(model.config.n_heads):
         raise UnknownName("head", head, map(str, range(model.config.n_heads)))
     if max(at[1:]) > at[0]:
         raise BadData(f"key {max(at[1:])} follows query {at[0]}: a query attends to itself and to earlier tokens")
-    found = _score_parts(model, prompt.ids, layer, by, at)
-    scale = found.whole["q"].shape[-1] ** -0.5
-    signs = torch.tensor([1.0, -1.0][: len(at) - 1], dtype=torch.float64, device=prompt.ids.device)
-    q, k = found.parts["q"][:, 0, 0, head], torch.einsum("s,psd->pd", signs, found.parts["k"][:, 0, 1:, head])
-    place = torch.zeros((), dtype=torch.float64, device=prompt.ids.device)
-    if found.slopes is not None:
-        places = found.slopes.new_tensor([[j, at[0], 1.0] for j in at[1:]])
-        place = signs @ (places @ found.slopes[head])
-    score = scale * found.whole["q"][0, 0, head] @ (signs @ found.whole["k"][0, 1:, head]) + place
+    keys = list(range(at[0] + 1)) if against == "others" else at[1:]
+    parts = _score_parts(model, prompt.ids, layer, by, [at[0], *keys], head)
+    seen = torch.ones(at[0] + 1, dtype=torch.bool) if parts.visible is None else parts.visible[at[0], : at[0] + 1].cpu()
+    if hidden := [j for j in at[1:] if not seen[j]]:
+        raise BadData(f"the mask of layer {layer} hides key {hidden[0]} from query {at[0]}: the score is not used")
+    weights = torch.tensor([1.0, -1.0][: len(keys)], dtype=torch.float64)
+    if against == "others":
+        weights = -(seen & (torch.arange(len(seen)) != at[1])).double()
+        if not weights.any():
+            raise BadData(f"query {at[0]} sees no other key than {at[1]}: it has no mean score of others")
+        weights /= -weights.sum()
+        weights[at[1]] = 1.0
+    weights = weights.to(prompt.ids.device)
+    scale = parts.whole["q"].shape[-1] ** -0.5
+    q, k = parts.parts["q"][:, 0, 0, 0], torch.einsum("s,psd->pd", weights, parts.parts["k"][:, 0, 1:, 0])
+    places = weights.new_zeros(len(keys))
+    if parts.slopes is not None:
+        places = parts.slopes.new_tensor([[j, at[0], 1.0] for j in keys]) @ parts.slopes[head]
+    scores = scale * parts.whole["k"][0, 1:, 0] @ parts.whole["q"][0, 0, 0] + places
     words = [f"“{token}” ({i})" for token, i in zip(prompt.strings(prompt.ids[0, at].tolist()), at, strict=True)]
-    subject = f"score of query {words[0]} and key {words[1]}" + (
-        "" if against is None else f" minus that of {words[2]}"
-    )
-    return _checked(found, layer, head, scale * q @ k.T, score, place, subject)
+    less = "the mean of the other visible keys" if against == "others" else f"that of {words[-1]}"
+    subject = f"score of query {words[0]} and key {words[1]}" + ("" if against is None else f" minus {less}")
+    return _checked(parts, layer, head, scale * q @ k.T, weights @ scores, weights @ places, subject,
+                    None if parts.cap is None else float(weights @ (parts.cap * (scores / parts.cap).tanh())))  # fmt: skip
 
 
 @torch.no_grad()
@@ -144,8 +164,9 @@ def sink_attribution(
 ) -> list[ScoreAttribution]:
     """Attribute each head's attention sink on the first token to the parts of queries and keys, over documents.
 
-    The sink score of a query is the score of the first token minus the mean score of its other keys. It is averaged over queries. Time
-    O(parts^2 T d_model) per document and no T x T array. To follow a training, call it for each of its checkpoints.
+    The sink score of a query is the score of the first token minus the mean score of its other visible keys. It is averaged over the
+    queries that see the first token. Time O(parts^2 T d_model) per document and no T x T array, but for masks other than the causal one.
+    To follow a training, call it for each of its checkpoints.
 
     Args:
         model: A model of `build`, or an observed one.
@@ -167,23 +188,37 @@ def sink_attribution(
         raise BadData("one position: a sink needs later queries")
     total: list[Any] = [0.0, 0.0, 0.0]
     for some in ids.split(batch):
-        found = _score_parts(model, some, layer, by, None)
-        T, scale = some.shape[1], found.whole["q"].shape[-1] ** -0.5 / (len(ids) * (some.shape[1] - 1))
-        others = torch.arange(1, T, dtype=torch.float64, device=ids.device)  # other keys of queries 1..T - 1
-        # keys [..., pos, head, d_head]: the first minus the mean of the others up to each later position
-        k, own = (
-            x[..., :1, :, :] - x[..., 1:, :, :].cumsum(-3) / others[:, None, None]
-            for x in (found.parts["k"], found.whole["k"])
-        )
-        cells = torch.einsum("abqhd,cbqhd->hac", found.parts["q"][:, :, 1:], k)
-        score = torch.einsum("bqhd,bqhd->h", found.whole["q"][:, 1:], own)
+        parts = _score_parts(model, some, layer, by, None)
+        T, scale = some.shape[1], parts.whole["q"].shape[-1] ** -0.5
+        position = torch.arange(T, dtype=torch.float64, device=ids.device)
+        if (
+            parts.visible is None
+        ):  # keys [..., pos, head, d_head]: the first minus the mean of the others of each later query
+            queries = position[1:].long()
+            contrast = [x[..., :1, :, :] - x[..., 1:, :, :].cumsum(-3) / position[1:, None, None]
+                        for x in (parts.parts["k"], parts.whole["k"])]  # fmt: skip
+            mean = (position[1:] + 1) / 2
+        else:
+            others = parts.visible.double()
+            others[:, 0] = 0
+            queries = (parts.visible[:, 0] & others.any(1)).nonzero()[:, 0]
+            others = others[queries] / others[queries].sum(1, keepdim=True)
+            contrast = [x[..., :1, :, :] - torch.einsum("ij,...jhd->...ihd", others, x)
+                        for x in (parts.parts["k"], parts.whole["k"])]  # fmt: skip
+            mean = others @ position
+        if not len(queries):
+            raise BadData(f"the mask of layer {layer} hides the first token or all others from every query")
+        scale /= len(ids) * len(queries)
+        cells = torch.einsum("abqhd,cbqhd->hac", parts.parts["q"][:, :, queries], contrast[0])
+        score = torch.einsum("bqhd,bqhd->h", parts.whole["q"][:, queries], contrast[1])
         place = score.new_zeros(len(score))
-        if found.slopes is not None:  # the others are at mean position (i + 1) / 2
-            place = found.slopes[:, 0] * -(others + 1).div(2).sum() * len(some) / (len(ids) * (T - 1))
+        if parts.slopes is not None:
+            place = parts.slopes[:, 0] * -mean.mean() * len(some) / len(ids)
         total = [x + y for x, y in zip(total, (scale * cells, scale * score + place, place), strict=True)]
-    subject = f"score of the first token minus the mean of the other keys, mean over {ids[:, 1:].numel()} queries"
+    seen = f"mean over {len(ids) * len(queries)} queries" + (", before the soft cap" if parts.cap is not None else "")
+    subject = f"score of the first token minus the mean of the other keys, {seen}"
     cells, scores, places = total
-    return [_checked(found, layer, h, cells[h], scores[h], places[h], subject) for h in range(model.config.n_heads)]
+    return [_checked(parts, layer, h, cells[h], scores[h], places[h], subject) for h in range(model.config.n_heads)]
 
 
 def _check_layer(model: HookedModel, layer: int, by: str) -> None:
@@ -193,21 +228,24 @@ def _check_layer(model: HookedModel, layer: int, by: str) -> None:
         raise UnknownName("by", by, ["layer", "head", "value_path"])
 
 
-def _score_parts(model: HookedModel, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None) -> ScoreParts:
+def _score_parts(
+    model: HookedModel, ids: Tensor, layer: int, by: By, pos: Sequence[int] | None, head: int | None = None
+) -> ScoreParts:
     if isinstance(model, Transformer):
-        return own_score_parts(model, ids, layer, by, pos)
+        return own_score_parts(model, ids, layer, by, pos, head)
     if isinstance(model, Observed):
-        return observed_score_parts(model, ids, layer, by, pos)
+        return observed_score_parts(model, ids, layer, by, pos, head)
     raise BadData(f"a {type(model).__name__} shows no maps from its stream to its queries and keys")
 
 
 def _checked(
-    parts: ScoreParts, layer: int, head: int, cells: Tensor, score: Tensor, position: Tensor, subject: str
-) -> ScoreAttribution:
+    parts: ScoreParts, layer: int, head: int, cells: Tensor, score: Tensor, position: Tensor, subject: str,
+    capped: float | None = None,
+) -> ScoreAttribution:  # fmt: skip
     """Return a head's cells [part of the query, part of the key]; raises `WorkbenchError` if they miss the score."""
     result = ScoreAttribution(
         layer=layer, head=head, subject=f"Head {layer}.{head}, {subject}", position=float(position), score=float(score),
-        matrix=pd.DataFrame(cells.cpu().numpy(), parts.labels["q"], parts.labels["k"]), notes=parts.notes,
+        matrix=pd.DataFrame(cells.cpu().numpy(), parts.labels["q"], parts.labels["k"]), notes=parts.notes, capped=capped,
     )  # fmt: skip
     if not result.error <= EXACT[parts.dtype] * max(float(cells.abs().sum()), abs(result.score)):
         raise WorkbenchError(

@@ -359,14 +359,21 @@ def cell(source: Source, link: Link) -> tuple[int, int]:
     return query, row.keys[int(row.weights[0].argmax())]
 
 
+OTHERS, NONE = "others", "none"
+AGAINST = {OTHERS: "mean of the other keys", NONE: "nothing"}
+"""What is subtracted from a score, besides another key."""
+
+
 @view("attention")
 def score(source: Source, link: Link) -> Drawing:
     """Score attribution: parts of the query's stream times parts of the key's stream, which sum to one attention score."""
     choice, (query, key) = attention_options(source, link), cell(source, link)
     by: Any = link.choice("parts", PARTS)
-    against = link.whole("against")
+    asked: Any = link.text("against", OTHERS if query else NONE)
+    against = None if asked == NONE else asked if asked == OTHERS else link.whole("against")
     matrices, tables, sentences = list[tuple[str, pd.DataFrame]](), list[pd.DataFrame](), list[str]()
-    for subject, tokens in zip(choice.subjects, choice.tokens, strict=True):
+    capped = ""
+    for i, (subject, tokens) in enumerate(zip(choice.subjects, choice.tokens, strict=True)):
         if tokens != choice.tokens[0]:
             sentences.append(f"{subject.title} is left out: it has other tokens.")
             continue
@@ -374,14 +381,20 @@ def score(source: Source, link: Link) -> Drawing:
             prompts.score_attribution, subject, choice.text, layer=choice.layer, head=choice.head, query=query, key=key,
             against=against, by=by,
         )  # fmt: skip
+        weight = _window(source, replace(choice, branch=None), i, (query, query + 1), (key, key + 1), "max").weights[
+            0, 0
+        ]
         matrices.append((subject.title, _folded(_folded(result.matrix).T).T))
         rows = result.matrix.rename_axis("query part").reset_index()
         tables.append(rows.melt("query part", var_name="key part", value_name="score").assign(model=subject.title))
-        sentences += [f"{subject.title}: {result.sentence} Sum off by {result.error:.0e}.", *result.notes]
-    names = [
-        f"“{safe(short(choice.tokens[0][i]))}” ({i})" for i in (query, key, *([] if against is None else [against]))
-    ]
-    what = f"query {names[0]}, key {names[1]}" + ("" if against is None else f" minus key {names[2]}")
+        capped = "" if result.capped is None else " before the soft cap"
+        sentences += [
+            f"{subject.title}: {result.sentence} Attention weight {weight:.3g}. Sum off by {result.error:.0e}.", *result.notes,
+        ]  # fmt: skip
+    keys = [key] if against is None or against == OTHERS else [key, against]
+    names = [f"“{safe(short(choice.tokens[0][i]))}” ({i})" for i in (query, *keys)]
+    less = AGAINST[asked] if asked in AGAINST else f"key {names[-1]}"
+    what = f"score{capped} of query {names[0]}, key {names[1]}" + ("" if against is None else f" minus {less}")
     top = max(float(matrix.abs().to_numpy().max()) for _, matrix in matrices) or 1.0
     parts = [(title, _parts_grid(matrix, top, written=len(matrices) == 1)) for title, matrix in matrices]
     figure = plots.grids(
@@ -425,6 +438,7 @@ def path(source: Source, link: Link) -> Drawing:
         top = source.query(prompts.next_tokens, choice.subjects[0], choice.text, position=query, top=1).top
         token = int(top["id"][0])
     paths, tables, sentences = list[plots.DrawnPath](), list[pd.DataFrame](), list[str]()
+    less, capped = " minus the others' mean" if query else "", ""
     for subject, tokens in zip(choice.subjects, choice.tokens, strict=True):
         if tokens != choice.tokens[0]:
             sentences.append(f"{subject.title} is left out: it has other tokens.")
@@ -438,6 +452,7 @@ def path(source: Source, link: Link) -> Drawing:
             query=query,
             key=key,
             token=token,
+            against="others" if query else None,
         )
         own, parts = plots.colour(subject.series), _folded(found.score.keys.to_frame())[0]
         sources, readers = list[plots.Strand](), list[plots.Strand]()
@@ -455,7 +470,7 @@ def path(source: Source, link: Link) -> Drawing:
             )
         paths.append(plots.DrawnPath(
             title=subject.title, centre=f"{names[0]} → {names[1]}: weight {found.weight:.3g}", colour=own,
-            sources={f"score {found.score.score:+.3g}, parts of the key": sources},
+            sources={f"score{' − others’ mean' if less else ''} {found.score.score:+.3g}": sources},
             readers={f"logit of {quoted(found.token)} {found.logits:+.3g}, by value path": readers},
         ))  # fmt: skip
         tables += [
@@ -466,14 +481,16 @@ def path(source: Source, link: Link) -> Drawing:
         ]
         words = "; ".join(f"{path_in_words(row['path'])} {row['says']}" for row in rows)
         sentences.append(
-            f"{subject.title}: weight {found.weight:.3g}, score {found.score.score:+.3g}. Through head {choice.layer}.{choice.head} the "
-            f"value adds {found.logits:+.3g} to the logit of “{found.token}”: {words}. All keys of the head add {found.head_logits:+.3g}."
+            f"{subject.title}: weight {found.weight:.3g}, score{less} {found.score.score:+.3g}. Through head "
+            f"{choice.layer}.{choice.head} the value adds {found.logits:+.3g} to the logit of “{found.token}”: {words}. "
+            f"All keys of the head add {found.head_logits:+.3g}."
         )
         sentences += found.score.notes
+        capped = "" if found.score.capped is None else " before the soft cap"
     figure = plots.value_path(
         paths, f"Path of {names[0]}",
-        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score; right: attention weight × "
-        "logit per weight = logits added at the query; norms fixed; hatched: negative",
+        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score{capped}; right: attention "
+        "weight × logit per weight = logits added at the query; norms fixed; hatched: negative",
     )  # fmt: skip
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 

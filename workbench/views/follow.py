@@ -1,21 +1,19 @@
-"""Flow of one token's value: its sources, the heads that read it, and the later layers that read a part of it again."""
+"""Path of one token: its value's sources and readers, and the path through one reader from the score to a logit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from workbench import plots, prompts
+from workbench import prompts
 from workbench.errors import WorkbenchError
+from workbench.views import attention
 from workbench.views.base import Drawing, view
-from workbench.views.link import Link
-from workbench.views.positions import own_positions, path_in_words, position, quoted
+from workbench.views.link import SELECTION, Link
+from workbench.views.positions import own_positions, path_in_words, position
 from workbench.views.source import RunAtStep, Source
 
-MOST = 8
-"""Strands of a group that are drawn; the smaller ones are drawn as one."""
 SUMS = ["amount", "total", "even_amount"]
 COLUMNS = [
     "model", "kind", "layer", "way", "path", "head", "query", "token", "coefficient", "attention", "norm", "amount", "total",
@@ -24,23 +22,36 @@ COLUMNS = [
 Row = dict[Any, Any]
 
 
+def reader(source: Source, link: Link) -> Link:
+    """Return the link of the token's cell on the attention page: the named head and query, else model A's largest reader."""
+    at, _ = position(source, link)
+    subject, asked = source.subjects(link)[0], link.whole("layer")
+    layer = default_layer(subject) if asked is None else asked
+    rows = source.query(prompts.value_flow, subject, source.prompt(link), position=at, layer=layer).queries
+    head, query = link.whole("head"), link.whole("query")
+    if head is None or query is None:
+        later = rows[rows["query"] > at] if query is None and (rows["query"] > at).any() else rows
+        for column, value in (("head", head), ("query", query)):
+            later = later if value is None or not (later[column] == value).any() else later[later[column] == value]
+        best = later.sort_values("amount", ascending=False, kind="stable").iloc[0]
+        head, query = int(best["head"]) if head is None else head, int(best["query"]) if query is None else query
+    common = {key: value for key, value in link.options.items() if key in (*SELECTION, "target")}
+    return Link("attention", common).but(layer=layer, head=head, lock=query, key=at)
+
+
 @view("prompt")
 def follow(source: Source, link: Link) -> Drawing:
-    """Sources and readers of a token's value in a layer."""
-    at, tokens = position(source, link)
-    asked = link.whole("layer")
-    layer = default_layer(source.subjects(link)[0]) if asked is None else asked
+    """Path of a token through one reader: its score, its weight, and what its value adds to a logit."""
+    cell = reader(source, link)
+    drawing, layer = attention.path(source, cell), int(cell.options["layer"])
     subjects, left_out = own_positions(source, link)
-    sentences, paths, tables = [left_out] if left_out else [], list[plots.DrawnPath](), list[pd.DataFrame]()
+    sentences, tables = [drawing.sentence, *([left_out] if left_out else [])], list[pd.DataFrame]()
     for subject, own in subjects:
         try:
             flow = source.query(prompts.value_flow, subject, source.prompt(link), position=own, layer=layer)
         except WorkbenchError as error:
-            if not tables:  # A itself
-                raise
-            sentences.append(f"{subject.title} is left out: {error}.")
+            sentences.append(f"The value's sources and readers in {subject.title} are left out: {error}.")
             continue
-        paths.append(_path(subject, flow))
         # a source's `amount` is its projection, its `total` the value's norm
         parts = flow.parts.rename(columns={"projection": "amount"}).assign(
             kind="source", layer=flow.layer, total=flow.norm, even=float("nan")
@@ -50,12 +61,9 @@ def follow(source: Source, link: Link) -> Drawing:
         queries["token"] = [flow.tokens[int(q)] for q in queries["query"]]
         tables.append(pd.concat([parts, readers, queries]).reindex(columns=COLUMNS).assign(model=subject.title))
         sentences.append(_sentence(subject, flow))
-    figure = plots.value_path(
-        paths, f"Value flow of {quoted(tokens[at])}",
-        f"token {at}, layer {layer}; left: share of each source in the value; right: share of each reader in all attention to it "
-        "(weight times norm after W_O); in brackets: its share of what the reader gets, and that under uniform attention; one text",
-    )  # fmt: skip
-    return Drawing(figure, pd.concat(tables, ignore_index=True)[COLUMNS], " ".join(sentences))
+    place = {"layer": layer, "head": int(cell.options["head"]), "query": int(cell.options["lock"])}
+    path = drawing.table.rename(columns={"side": "kind", "part": "path"}).assign(**place)
+    return Drawing(drawing.figure, pd.concat([path, *tables], ignore_index=True), " ".join(sentences))
 
 
 def default_layer(subject: RunAtStep) -> int:
@@ -141,65 +149,3 @@ def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
             f"{number(most['amount'])} {'against' if most['added'] else 'of'} {number(most['total'])} ({most['share']:.1%}; {even})."
         )
     return " ".join([*sentences, *flow.notes])
-
-
-# ---- the figure ------------------------------------------------------------------------------------------------------
-
-
-def _path(subject: RunAtStep, flow: prompts.ValueFlow) -> plots.DrawnPath:
-    own, others = plots.colour(subject.series), plots.colour(plots.MINUS)
-    heads, later = _groups(flow)
-    everything = float(heads["amount"].abs().sum() + later["amount"].abs().sum()) or 1.0
-    sources = []
-    for path, projection, share in _sources(flow).itertuples(index=False):
-        if share:
-            rows = flow.parts[flow.parts["path"] == path]
-            pieces = [(f"head {h}", x) for h, x in zip(rows["head"].astype(int), rows["projection"], strict=True)]
-            sources.append(plots.Strand(
-                name=path_in_words(path), size=share, says=f"{number(projection)} ({share:.0%})",
-                colour=own if path == "own" else others, pieces=pieces,
-            ))  # fmt: skip
-    readers = dict[str, list[plots.Strand]]()  # from the last layer downwards to its own
-    vectors = flow.readers.loc[flow.readers["layer"] > flow.layer, "path"].unique()
-    what = path_in_words(vectors[0]) if len(vectors) == 1 else "parts of it"
-    again = own if list(vectors) == ["own"] else others
-    for added, how in ((False, "read again later"), (True, "added later, beside attention")):
-        rows = later[later["added"] == added].to_dict("records")
-        if rows:
-            strands = _strands([(f"layer {int(r['layer'])}", r, again) for r in rows], "layers", everything)
-            readers[f"{what}, {how}"] = strands[::-1]
-    attended = heads[~heads["added"]].to_dict("records")
-    colours = [plots.HEADS[int(r["head"]) % len(plots.HEADS)] for r in attended]
-    here = _strands(
-        [(f"head {int(r['head'])}", r, c) for r, c in zip(attended, colours, strict=True)], "heads", everything
-    )
-    if len(beside := heads[heads["added"]].to_dict("records")):
-        here += _strands([("beside attention", _sum(beside, added=True), plots.GREY)], "", everything)
-    readers[f"read in layer {flow.layer}"] = here
-    token = quoted(flow.tokens[flow.position])
-    return plots.DrawnPath(
-        title=subject.title, centre=f"{token}, layer {flow.layer}: norm {number(flow.norm)}", colour=own,
-        sources={"sources": sources}, readers=readers,
-    )  # fmt: skip
-
-
-def _sum(rows: Sequence[Row], *, added: bool) -> Row:
-    sums: Row = {key: sum(row[key] for row in rows) for key in SUMS}
-    return sums | {"share": sums["amount"] / sums["total"], "even": sums["even_amount"] / sums["total"], "added": added}
-
-
-def _strands(rows: Sequence[tuple[str, Row, str]], kind: str, everything: float) -> list[plots.Strand]:
-    """The largest, in their own order, and the others as one; each with its share of `everything` that is read."""
-    largest = sorted(range(len(rows)), key=lambda i: -rows[i][1]["amount"])[
-        : MOST if len(rows) > MOST + 1 else len(rows)
-    ]
-    shown = [rows[i] for i in sorted(largest)]
-    rest = [row for i, (_, row, _) in enumerate(rows) if i not in largest]
-    if rest:
-        shown.append((f"{len(rest)} other {kind}", _sum(rest, added=rest[0]["added"]), plots.GREY))
-    strands = []
-    for name, row, colour in shown:
-        even = "" if row["added"] else f", uniform {row['even']:.0%}"
-        says = f"{row['amount'] / everything:.0%} ({row['share']:.0%} of what it gets{even})"
-        strands.append(plots.Strand(name=name, size=row["amount"], says=says, colour=colour))
-    return strands

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.plots.grids import safe
-from workbench.views import follow  # noqa: F401  (a view of this page)
+from workbench.views import follow, tuned  # noqa: F401  (views of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import cell_names, own_position, own_positions, path_in_words, position, quoted
@@ -90,17 +90,20 @@ def _grid(
 
 @view("prompt")
 def lens(source: Source, link: Link) -> Drawing:
-    """Logit lens: the prediction per layer after each token, by the model's own output head."""
-    quantity = link.choice("quantity", LENS)
+    """Logit lens: the prediction per layer after each token, by the model's own output head; or the tuned lens."""
+    quantity, kind = link.choice("quantity", LENS), link.choice("lens", tuned.KINDS)
     words, unit, span, about = LENS[quantity]
     text = source.prompt(link)
 
     def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
-        result = source.query(prompts.logit_lens, subject, text, top=5, positions=window)
+        path = tuned.lens_file(source, subject) if kind == "tuned" else None
+        result = source.query(prompts.logit_lens, subject, text, top=5, positions=window, tuned=path)
         texts = np.array([[cell[0] for cell in row] for row in result.top_tokens], dtype=object)
         return _grid(getattr(result, quantity), result.tokens, window.start, unit, span, stream=True, texts=texts)
 
-    return _map(source, link, "Logit lens", f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS)
+    return _map(
+        source, link, tuned.KINDS[kind].capitalize(), f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS
+    )
 
 
 @view("prompt")

@@ -433,7 +433,9 @@ def forming(source: Source, link: Link) -> Drawing:
     rows = rows[rows["variant"].isna() & (rows["site"].isna() | (rows["site"] == "v"))]
     rows = rows.assign(layer=None, head=None, metric=pd.Categorical(rows["metric"], SINK_PANELS, ordered=True))
     rows = rows.sort_values("metric", kind="stable").astype({"metric": "str"})
-    return Drawing(plots.plot(rows, form="steps", title="Attention sink on the start token, strongest head of each run"), rows)
+    return Drawing(
+        plots.plot(rows, form="steps", title="Attention sink on the start token, strongest head of each run"), rows
+    )
 
 
 @view("start")

@@ -44,15 +44,20 @@ def offloaded(module: nn.Module, name: str) -> Tensor:
     raise WorkbenchError(f"{name} of a {type(module).__name__} is on the meta device, without numbers")
 
 
-def samples(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a sample of every parameter and buffer of real numbers, and the sum of all its bits; of a sharded one, of the local shard."""
+def samples(module: nn.Module, *, fast: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield a sample of every parameter and buffer of real numbers, and the sum of all its bits; of a sharded one, of the local shard.
+
+    `fast` sums 8 bytes at a time where they fit, to compare states of one process; stored hashes need the sum by entry.
+    """
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
     for name, parameter in sorted((*module.named_parameters(), *buffers), key=operator.itemgetter(0)):
         owner, _, last = name.rpartition(".")
         local: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
         flat = (local.to_local() if is_sharded(local) else local).reshape(-1)
         yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
-        yield f"{name}, sum", flat.contiguous().view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
+        bits = flat.contiguous()
+        wide = fast and not (bits.nbytes % 8 or bits.storage_offset() * bits.element_size() % 8)
+        yield f"{name}, sum", bits.view(torch.int64 if wide else _BITS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def has_alike_matrices(module: nn.Module) -> bool:

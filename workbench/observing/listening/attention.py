@@ -148,11 +148,14 @@ class AttentionRun(RunState, CallHandler):
         attention = hooked.part.attention
         for name, hook in (("value", "v"), ("query", "rot_q"), ("key", "rot_k")):
             shows_sources = hook == "v" and self.shows_sources(hooked)
-            if not hooked.hooks_any(hook) and not shows_sources:
+            takes = self.attended is not None and hook != "v"
+            if not hooked.hooks_any(hook) and not shows_sources and not takes:
                 continue
             raw, beside = call.named[name], None if name == "query" else attention.beside
             wide = self.positions.heads(raw, beside)
             x = wide if name == "query" else _without_repeats(wide, getattr(attention, hook[-1]).shape[1])
+            if self.attended is not None and takes:
+                self.attended[hooked.layer, hook[-1]] = x.detach()
             if shows_sources:
                 self.show_sources(hooked, x)
             factor = call.scale * x.shape[-1] ** 0.5 if name == "query" else 1.0
@@ -292,12 +295,14 @@ class AttentionRun(RunState, CallHandler):
         for name, which, order, beside in (
             ("rot_q", first, q_order, None), ("rot_k", 1 - first, k_order, attention.beside),
         ):  # fmt: skip
-            if not hooked.hooks_any(name):
+            if not hooked.hooks_any(name) and self.attended is None:
                 continue
             raw = arrange(changed.get(which, call.operands[which]), call.letters[which], order)
             wide = self.positions.heads(raw, beside)
             own = chosen_heads(wide, attention.chosen)
             short = own if name == "rot_q" else _without_repeats(own, attention.k.shape[1])
+            if self.attended is not None:
+                self.attended[hooked.layer, name[-1]] = short.detach()
             factor = attention.scale * wide.shape[-1] ** 0.5 if name == "rot_q" else 1.0
             if (out := self._fire_scaled(hooked, name, short, factor)) is not short:
                 back = with_chosen_heads(wide, repeated(out, own.shape[2]), attention.chosen)

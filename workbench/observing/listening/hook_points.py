@@ -69,6 +69,9 @@ class BlockPoints(HookedModule):
         if len(layer.parts) > 1:
             for number, part in enumerate(layer.parts):
                 self.attn.add_module(str(number), AttentionPoints(part.attention, located_in_part(part)))
+        if layer.router is not None:
+            self.mlp = HookedModule()
+            self.mlp.add_hook_points("router_logits", "expert_weights")
         if sources:
             self.attn.source = nn.ModuleDict({str(j): _value_point() for j in sources})
         if mixture.table:

@@ -29,6 +29,7 @@ from workbench.observing.listening.attention import AttentionRun
 from workbench.observing.listening.checkpoints import follow_checkpoints
 from workbench.observing.listening.run import CountedCalls, HookedAttention
 from workbench.observing.recognition.executions import LOOKUP, MATRIX
+from workbench.observing.recognition.routers import Router
 from workbench.observing.recognition.structure import TensorLocation
 
 
@@ -146,6 +147,10 @@ class HookedRun(AttentionRun):
                 if self.is_hooked(point := getattr(block, f"hook_{name}")):
                     fire = partial(self.fire_addition, point=point, factor=location.factor)
                     yield _ReadTensor(location, False, fire, i)
+            if layer.router is not None and any(
+                map(self.is_hooked, (block.mlp.hook_router_logits, block.mlp.hook_expert_weights))
+            ):
+                yield _ReadTensor(layer.router, False, partial(self._show_routing, block.mlp, layer.router), i)
             if layer.z is not None and layer.z.module != MATRIX and "z" in self.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self.fire_z, i=i), i)
         for attention, latent in self.latents:
@@ -158,6 +163,13 @@ class HookedRun(AttentionRun):
         flat = state.flatten(2) if state.ndim > 3 else state
         fired = self.fire_at(attention, "latent", flat)
         return state if fired is flat else fired
+
+    def _show_routing(self, points: Any, router: Router, logits: Tensor) -> Tensor:
+        """Fire read-only on a router's logits, and on the weights that follow from them."""
+        self.show(points.hook_router_logits, logits)
+        if self.is_hooked(points.hook_expert_weights):
+            self.show(points.hook_expert_weights, router.weights(logits))
+        return logits
 
     def _show_stream(self, points: list[Any], tensor: Tensor) -> Tensor:
         """Fire read-only on a stream that has other readers."""

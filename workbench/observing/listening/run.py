@@ -92,8 +92,10 @@ class RunState:
     def __init__(
         self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool,
         masks: SeenMasks | None = None, segments: Segments | None = None, failed: Failed | None = None,
+        attended: dict[tuple[int, str], Tensor] | None = None,
     ) -> None:  # fmt: skip
         refuse_graph()
+        self.attended = attended  # takes the queries and keys that scores are made of, by layer and q or k
         self.failed = failed  # handles errors in a run that must continue
         self.fired: set[str] = set()  # hook points that were reached
         self.masks, self.segments = masks, segments  # masks to record; documents of the attention statistics

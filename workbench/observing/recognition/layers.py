@@ -30,6 +30,7 @@ from workbench.observing.recognition.projections import (
     same_own_values,
     same_projection,
 )
+from workbench.observing.recognition.routers import find_router
 from workbench.observing.recognition.structure import (
     GATED,
     CallScope,
@@ -80,6 +81,7 @@ def recognize_layers(trace: Trace, blocks: list[Block], tables: ValueTables) -> 
     for layer, block in places:
         find_additions(trace, layer, block, inside_of(trace, block), before)
         before.follow(layer)
+        layer.router = find_router(inside_of(trace, block))
         if layer.is_read:
             _find_calls(trace, layer, block)
     return [layer for layer, _ in places]

@@ -1,0 +1,167 @@
+"""Learned depth weights from a checkpoint's small tensors: of ours and of three other code bases' generated files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from workbench.checkpoints.coefficients import read_coefficients
+from workbench.errors import BadCheckpoint
+from workbench.models import build
+
+CONFIG = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 64, "d_vocab": 61, "n_ctx": 64}
+
+
+@pytest.fixture
+def kimi(tmp_path):
+    """Shards in the layout of Kimi K3: 3 layers of width 8, experts in a shard that holds no depth weight and is missing."""
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(shape, generator=generator).to(torch.bfloat16)  # noqa: E731
+    stem, of = "language_model.model", {}
+    shards = {f"model-0000{n}-of-00003.safetensors": {} for n in (1, 2, 3)}
+    first, second, experts = shards
+    for layer in range(3):
+        for part in ("self_attention", "mlp"):
+            file = shards[first if layer < 2 else second]
+            file[f"{stem}.layers.{layer}.{part}_res_norm.weight"] = random(8)
+            file[f"{stem}.layers.{layer}.{part}_res_proj.weight"] = random(1, 8)
+        shards[experts][f"{stem}.layers.{layer}.mlp.experts.0.w1.weight"] = random(64, 512)
+    shards[second] |= {
+        f"{stem}.output_attn_res_norm.weight": random(8),
+        f"{stem}.output_attn_res_proj.weight": random(1, 8),
+    }
+    shards[first][f"{stem}.embed_tokens.weight"] = random(512, 64)
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+        of |= dict.fromkeys(tensors, name)
+    (tmp_path / experts).unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"attn_res_block_size": 2}}))
+    return tmp_path, shards
+
+
+def test_attention_residuals_are_read_out_of_shards_through_the_index(kimi):
+    folder, shards = kimi
+    tensors = {name: tensor for file in shards.values() for name, tensor in file.items()}
+    result = read_coefficients(folder)
+    assert result.layout == "Kimi K3"
+    assert result.frame["part"].tolist() == ["attention", "MLP"] * 3 + ["output"]
+    stem = "language_model.model.layers.1.mlp_res"
+    expected = tensors[f"{stem}_proj.weight"].double()[0] * tensors[f"{stem}_norm.weight"].double()
+    torch.testing.assert_close(result.vectors["MLP 1"], expected)
+    row = result.frame.query("layer == 1 and part == 'MLP'")
+    assert row["value"].item() == pytest.approx(float(expected.norm()))
+    files = sum(f.stat().st_size for f in folder.iterdir())
+    assert result.bytes_read < 6000 < 60_000 < files, (
+        "the embedding is not read, and the shard of the experts is not there"
+    )
+    assert "blocks of 2 layers" in result.notes[0]
+
+
+def test_a_url_gives_the_same_numbers_from_ranges_of_bytes(kimi):
+    fsspec = pytest.importorskip("fsspec")
+    folder, _ = kimi
+    memory = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        memory.pipe_file(f"/kimi/{path.name}", path.read_bytes())
+    try:
+        remote, local = read_coefficients("memory://kimi"), read_coefficients(folder)
+    finally:
+        memory.rm("/kimi", recursive=True)
+    assert remote.frame.equals(local.frame)
+    assert remote.bytes_read == local.bytes_read
+
+
+def test_damaged_shards_are_refused(kimi):
+    folder, _ = kimi
+    file = folder / "model-00002-of-00003.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    with pytest.raises(BadCheckpoint, match="cut off"):
+        read_coefficients(folder)
+    file.write_bytes(b"\xff" * 8 + whole[8:])
+    with pytest.raises(BadCheckpoint, match="no safetensors file"):
+        read_coefficients(folder)
+    tensors = {"language_model.model.layers.2.mlp_res_norm.weight": torch.ones(8)}
+    save_file(tensors, file)
+    with pytest.raises(BadCheckpoint, match="which the index names there"):
+        read_coefficients(folder)
+
+
+def numbers(frame, **where):
+    for column, value in where.items():
+        frame = frame[frame[column] == value]
+    return frame["value"].tolist()
+
+
+def test_nanochat_and_modded_nanogpt_in_their_own_files(tmp_path):
+    path = tmp_path / "model_000100.pt"
+    gates = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    torch.save({
+        "transformer.wte.weight": torch.zeros(61, 8), "resid_lambdas": torch.tensor([1.25, 1.5]), "x0_lambdas": torch.tensor([0.5, 0.0]),
+        "backout_lambda": torch.tensor([0.25]), "transformer.h.1.attn.ve_gate.weight": gates, "transformer.h.0.attn.c_q.weight": gates,
+    }, path)  # fmt: skip
+    result = read_coefficients(path)
+    assert result.layout == "nanochat"
+    assert numbers(result.frame, quantity="resid_lambdas") == [1.25, 1.5]
+    assert numbers(result.frame, quantity="x0_lambdas", layer=0) == [0.5]
+    assert numbers(result.frame, quantity="ve_gate, norm", layer=1) == [5.0, 2.0]
+    assert numbers(result.frame, quantity="backout_lambda") == [0.25]
+
+    path = tmp_path / "state_step000100.pt"
+    weights = {
+        "_orig_mod.blocks.0.lambdas": torch.tensor([1.0, 0.5]), "_orig_mod.blocks.0.attn.lambdas": torch.tensor([0.25, 0.75]),
+        "_orig_mod.resid_lambdas": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "_orig_mod.scalars": torch.arange(3.0),
+        "_orig_mod.blocks.0.mlp.c_fc.weight": torch.zeros(4, 4),
+    }  # fmt: skip
+    torch.save({"step": 100, "code": "x", "model": weights}, path)
+    result = read_coefficients(path)
+    assert result.layout == "modded-nanogpt"
+    assert numbers(result.frame, quantity="lambdas", part="table") == [0.75]
+    assert numbers(result.frame, quantity="lambdas", part="embedding") == [0.5]
+    assert numbers(result.frame, quantity="resid_lambdas", layer=1, part="MLP") == [4.0]
+    assert "numbered, not named" in result.notes[0]
+
+
+@pytest.mark.parametrize("architecture", ["resformer_learnable", "resformer_dense", "denseformer", "value_embedding"])
+def test_our_numbers_are_those_of_the_model(architecture, tmp_path):
+    model = build(architecture, CONFIG, seed=0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.numel() < 8:
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    result = read_coefficients(tmp_path)
+    assert result.layout == "workbench"
+    (part,) = (p for p in model.shortcuts if p.coefficients())
+    expected = [x for row in part.coefficients().values() for x in row if x == x]
+    assert sorted(result.frame["value"]) == pytest.approx(sorted(expected))
+    if architecture == "resformer_learnable":
+        assert numbers(result.frame, quantity="first", layer=2) == [pytest.approx(part.coefficients()["lambda_v1"][2])]
+
+
+def test_our_attention_residuals(tmp_path):
+    model = build("attention_residuals", CONFIG, seed=0)
+    part = model.shortcuts[0]
+    with torch.no_grad():
+        part.queries["3"].fill_(0.5)
+        part.gains["3"].fill_(2.0)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    result = read_coefficients(tmp_path)
+    assert numbers(result.frame, layer=1, part="MLP") == [pytest.approx(32**0.5)]
+    assert result.frame["part"].tolist()[-1] == "output"
+
+
+def test_other_names_are_refused_with_the_names_that_are_there(tmp_path):
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        BadCheckpoint, match=r"no depth weights under the names of Kimi K3.*it has model\.layers\.0\.self_attn"
+    ):
+        read_coefficients(tmp_path)
+    save_file({"blocks.0.lambdas": torch.zeros(2048, 2048)}, Path(tmp_path) / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match="which is no depth weight"):
+        read_coefficients(tmp_path)
