@@ -50,6 +50,16 @@ COLD, COLD_FIGURE, SERVER = (
 FLOOR = 0.85  # seconds, of a page with nothing but a heading
 BYTES, MEMORY = 500_000, 1024  # of a view; MiB of the server
 REPEATS, TOKENS, STEP_MS = 5, 512, 5000
+SHARE = 0.5  # of the CPU time of a bare page: a paint above it, and a click
+PAGES = {  # least number of SVGs of figures, select box ("" for radio buttons), options to click in turn
+    "start": (3, "", ("Runs", "Main result")),
+    "training": (3, "", ("Learning rate and throughput", "Loss")),
+    "depth": (3, "Measure", ("sink mass", "row entropy")),
+    "attention": (0, "Layer", ("1", "0")),
+    "heads": (3, "Order", ("highest first", "lowest first")),
+    "prompt": (6, "", ("Logit lens", "Next token")),
+    "intervene": (6, "", ("Sweep", "Edits")),
+}
 ROOT = Path(__file__).parent.parent
 FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                                   "disable-component-update", "disable-sync")]  # fmt: skip
@@ -246,6 +256,52 @@ def bare(found: Findings, repeats: int) -> None:
     found.scale(statistics.median(words[1:]))
 
 
+def every_page(found: Findings, repeats: int) -> None:
+    """CPU time of a first paint and of a click on every page, above a page of the toolkit with nothing but a heading.
+
+    The folder has no runs, so pages show what ships. Bare and own pages alternate, and the server has shown the page before. The time
+    is that of the server's and the browser's processes: other work on the machine changes it less than seconds on the clock.
+    """
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        script = Path(scratch) / "bare.py"
+        script.write_text("import streamlit as st\n\nst.title('bare')\n", encoding="utf-8")
+        bare_server, server = (stack.enter_context(serving(Path(scratch), file)) for file in (script, None))
+        new = stack.enter_context(chromium(server[1]))
+        for name, (figures, label, options) in PAGES.items():
+            costs: dict[str, list[Change]] = {"bare": [], "paint": [], "click": []}
+            for _ in range(repeats + 1):
+                for kind, (address, process), link, least in (
+                    ("bare", bare_server, "", 0),
+                    ("paint", server, name, figures),
+                ):
+                    browser = new()
+                    browser.server = process
+                    browser.page.set_default_timeout(600_000)  # the first visit of Heads reads validation text
+                    opening = functools.partial(browser.page.goto, f"{address}/{link}")
+                    costs[kind].append(browser.after(opening, least))
+                    if kind == "paint":
+                        for option in options:
+                            act = functools.partial(pick, browser.page, label, option)
+                            if not label:
+                                act = browser.page.get_by_role("radio", name=option).click
+                            costs["click"].append(browser.after(act, 0))
+                    browser.page.context.close()
+            cpu_of = {
+                kind: [
+                    statistics.median(values)
+                    for values in zip(*((c.server, c.browser) for c in changes[1:]), strict=True)
+                ]
+                for kind, changes in costs.items()
+            }
+            floor = sum(cpu_of["bare"])
+            found.add(f"{name}: a bare page, server and browser", floor, "CPU s")
+            for kind, below in (("paint", cpu_of["bare"]), ("click", [0.0, 0.0])):
+                above = [own - other for own, other in zip(cpu_of[kind], below, strict=True)]
+                found.add(f"{name}: {kind} above it, the server", above[0], "CPU s")
+                found.add("  the browser", above[1], "CPU s")
+                found.add("  both, of the bare page", sum(above) / floor, "", SHARE)
+
+
 def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch)
@@ -379,9 +435,13 @@ def ask(page: Page, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="20 runs of 5 checkpoints, one repeat")
+    parser.add_argument("--pages", action="store_true", help="only the CPU time of every page above a bare one")
     parser.add_argument("--slack", type=float, default=1.0, help="times may exceed their limits by this factor")
     asked = parser.parse_args()
     found = Findings(asked.slack)
+    every_page(found, 1 if asked.quick else REPEATS)
+    if asked.pages:
+        sys.exit(f"broken: {'; '.join(found.broken)}" if found.broken else 0)
     series, seeds, checkpoints, repeats = (4, 5, 5, 1) if asked.quick else (20, 50, 50, REPEATS)
     bare(found, repeats)
     two_models(found, repeats)

@@ -22,7 +22,8 @@ from workbench.runs.run import RUN_FILE, Run, shared_text
 STATUS = ".demo.json"
 # one head and a two-neuron MLP: with more, other parts take over what the resting head is for
 SINK_MODEL = ModelConfig(n_layers=2, d_model=64, n_heads=1, d_mlp=2, d_vocab=64, n_ctx=128)
-SINK_TRAIN = TrainConfig(steps=1200, batch=32, T=32, lr=1e-2, warmup=50, validate_every=100, save_every=300)
+# half the batch of `study sinks`: a step takes half the time, and the Transformer's sink forms in every seed
+SINK_TRAIN = TrainConfig(steps=1200, batch=16, T=32, lr=1e-2, warmup=50, validate_every=100, save_every=300)
 SINK_STEPS = (50, 100, 150, 200, 250, 300, 350, 400, 500, 600, 800, 1000)
 SINK_METRICS = ("sink_mass", "value_drain", "importance_entropy")  # at every checkpoint, as soon as it is there
 RACE_MODEL = ModelConfig(n_layers=2, d_model=64, n_heads=2, d_mlp=176, d_vocab=64, n_ctx=128)
