@@ -71,7 +71,6 @@ def evidence(trained):
     return root / "evidence"
 
 
-@pytest.mark.slow
 def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, evidence):
     root, study = trained
     assert not list(evidence.rglob("*.safetensors"))
