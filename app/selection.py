@@ -65,10 +65,10 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
 
 
 def offer_weights(link: Link) -> None:
-    """On a page of models, a link to an experiment with weights if this one has none."""
+    """A link to an experiment with weights if this one has none."""
     runs = cached_source().catalogue()
     ready = [e for e in runs.entries if e.steps]
-    if link.page in OF_MODELS and ready and not any(e.steps for e in runs.groups.get(link.text("set") or "", ())):
+    if link.page != "start" and ready and not any(e.steps for e in runs.groups.get(link.text("set") or "", ())):
         entry = max(ready, key=lambda e: (e.kind == "text", e.architecture == "resformer"))
         label = f"{PAGES[link.page].title} of {run_name(entry)}: {entry.title}"
         widgets.page_link(link.page, label, ":material/arrow_forward:", set=entry.group, a=entry.name)

@@ -50,6 +50,7 @@ FAINT = """
       if (e.shadowRoot) look(e.shadowRoot);
       const text = [...e.childNodes].filter((n) => n.nodeType === 3).map((n) => n.textContent).join('').trim();
       const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+      if (/^[●■◆▲▼✚✖★⬢⬟┈╌┄]$/.test(text)) continue; // the mark of a line, in its colour
       if (!text || !box.width || !box.height || style.visibility === 'hidden') continue;
       if (e.closest('style, script, noscript, .heatmaplayer, :disabled') || e.closest('[data-testid="stSliderThumbValue"]')) continue;
       const ink = rgba(e instanceof SVGElement ? style.fill : style.color);
@@ -247,6 +248,7 @@ def test_the_command_of_every_page_pasted_into_a_shell_writes_the_numbers_that_t
         at(page, server, address, 1)
         panel = files_of(page, view)
         told = pd.read_csv(io.StringIO(downloaded(page, panel.get_by_role("button", name="Numbers (CSV)"))[1]))
+        panel.get_by_role("tab", name="Code").click()
         code = panel.locator('[data-testid="stCode"]').nth(1)
         browsing.insist(page.locator("h1").first.hover, code.hover, code.locator("button").first.click)
         pasted = page.evaluate("navigator.clipboard.readText()").replace(f"{view}.svg", f"{view}.parquet")
