@@ -15,6 +15,7 @@ from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
+from workbench.views.base import ONE_SEED
 from workbench.views.link import PAGES, split_list
 from workbench.views.source import facets, run_name
 
@@ -61,6 +62,9 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
             link = link.but(compare=None, b=None, step_b=None)
     if group is not None and uses == "models" and not ready:
         link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
+    # Depth adds the other seeds
+    if link.on("compare") and page != "depth" and len({s.entry.architecture for s in source.subjects(link)}) > 1:
+        st.badge(ONE_SEED, icon=":material/warning:", color="orange")
     return link if groups else None
 
 

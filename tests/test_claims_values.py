@@ -269,9 +269,11 @@ def racing(formed, **facts):
     ("formed", "status"),
     [
         ({"svformer": [10, 11, 12], "resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42],
-          "values_scaled": [33, 34, 35]}, "supported"),
+          "values_scaled": [33, 34, 35], "first_layer_shuffled": [33, 35, 34]}, "supported"),
         ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42], "values_scaled": [20, 22, 21]},
          "unresolved"),  # halving the values explains it
+        ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [40, 41, 42], "values_scaled": [33, 34, 35],
+          "first_layer_shuffled": [20, 22, 21]}, "unresolved"),  # so do the values of another sequence
         ({"resformer": [40, 41, 42], "transformer": [30, 31, 32]}, "refuted"),
         ({"resformer": [20, 21, 22], "transformer": [30, 31, 32], "residual_k": [20, 21, 22]}, "refuted"),
         ({"resformer": [20, 40, 30], "transformer": [30, 31, 32]}, "unresolved"),
