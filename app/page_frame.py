@@ -38,7 +38,7 @@ def page(
     """
     st.session_state["drawn"], st.session_state["told"] = [], {}
     header = toolbar("header")
-    titled(PAGES[name].title, about)
+    title_row(PAGES[name].title, about)
     with header:
         try:
             link = choose(name)
@@ -90,7 +90,7 @@ def page(
                 st.dataframe(checks, hide_index=True, width="stretch", key=f"check_{subject.tag}", alt="Self-check")
 
 
-def titled(title: str, about: str) -> None:
+def title_row(title: str, about: str) -> None:
     """A row with the page's title, to which `controls()` adds the page's own controls."""
     st.session_state["controls"] = toolbar("controls")
     with controls():

@@ -66,7 +66,7 @@ def _mirror(key: str, write: Callable[[Any], str], clears: Clears = ()) -> None:
 
 
 def unused(label: str, value: str, width: Any = "stretch") -> None:
-    """A control in its usual place that has nothing to choose; `value` says what is shown."""
+    """A control in its usual place without a choice; `value` says what is shown."""
     st.session_state[f"off_{label}"] = value
     st.text_input(label, key=f"off_{label}", disabled=True, width=width)
 

@@ -15,32 +15,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 53_564  # lines of Python in workbench/ and app/
+TOTAL = 56_747  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_236,
-    "workbench": 1_199,
-    "workbench/checkpoints": 3_866,
-    "workbench/claims": 3_691,
-    "workbench/cli": 1_386,
-    "workbench/data": 1_475,
+    "app": 3_542,
+    "workbench": 1_210,
+    "workbench/checkpoints": 4_193,
+    "workbench/claims": 3_726,
+    "workbench/cli": 1_500,
+    "workbench/data": 1_609,
     "workbench/interventions": 2_456,
     "workbench/jobs": 432,
     "workbench/kernels": 970,
     "workbench/measurement": 1_108,
-    "workbench/metrics": 1_681,
+    "workbench/metrics": 1_746,
     "workbench/models": 6_080,
-    "workbench/observing": 8_424,
-    "workbench/plots": 2_956,
-    "workbench/prompts": 2_741,
-    "workbench/reports": 1_047,
-    "workbench/runs": 2_289,
-    "workbench/statistics": 509,
+    "workbench/observing": 8_533,
+    "workbench/plots": 3_075,
+    "workbench/prompts": 3_118,
+    "workbench/reports": 1_435,
+    "workbench/runs": 2_368,
+    "workbench/sklearn": 595,
+    "workbench/statistics": 539,
     "workbench/storage": 924,
-    "workbench/studies": 875,
-    "workbench/training": 1_757,
-    "workbench/views": 4_462,
+    "workbench/studies": 879,
+    "workbench/training": 1_761,
+    "workbench/views": 4_948,
 }
-USED_ONCE = 296  # private helpers whose name stands twice in its file
+USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`
 LONG = {".py": 0.01, ".md": 0.02}  # share of sentences of more than 30 words
 HARD_WORDS = re.compile(

@@ -13,7 +13,7 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import background, widgets
 from ..cached_source import cached_source
 from ..figures import chart
-from ..page_frame import controls, titled, toolbar
+from ..page_frame import controls, title_row, toolbar
 from ..selection import choose_link
 
 ABOUT = "Kept views with their notes, in a file beside the runs. Each is redrawn from the runs as they are now."
@@ -27,7 +27,7 @@ def main() -> None:
     widgets.navigation(st.query_params.get("set"))
     with toolbar("header"):
         choose_link("kept", uses="nothing")
-    titled("Kept", ABOUT)
+    title_row("Kept", ABOUT)
     with controls():
         try:
             kept = pins.pins(source.folder)

@@ -2,8 +2,8 @@
 
     frame = read_coefficients("hf://moonshotai/Kimi-K3").frame
 
-The index of a sharded checkpoint names the shards of these tensors. Of those shards, the reader
-fetches the headers and these tensors by ranges of bytes. It builds no model and runs nothing in the files.
+The index of a sharded checkpoint names the shards of these tensors. The reader fetches the headers of those shards,
+and these tensors by ranges of bytes. It builds no model and runs nothing in the files.
 
 Sources of the names: karpathy/nanochat (nanochat/gpt.py), KellerJordan/modded-nanogpt (train_gpt.py), moonshotai/Kimi-K3
 (modeling_kimi_linear.py), and our architectures.

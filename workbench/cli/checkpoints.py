@@ -108,7 +108,7 @@ def coefficients_command(
 ) -> None:
     """Print the learned depth weights of a checkpoint, read from its small tensors alone: lambdas, attention residuals, gates.
 
-    Known are the names of our architectures, nanochat, modded-nanogpt and Kimi K3. Of a URL only the needed bytes are fetched.
+    Known are the names of our architectures, nanochat, modded-nanogpt and Kimi K3. From a URL only the needed bytes are fetched.
     """
     from workbench.checkpoints.coefficients import read_coefficients
     from workbench.console import note, print_table

@@ -72,7 +72,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus and its tokenizer. Each side is tokenised once and kept in `folder`, if there is one."""
+    """A corpus and its tokenizer. Each side is tokenised once and stored in `folder`, if there is one."""
 
     corpus: corpora.Corpus
     tokenizer: Tokenizer

@@ -198,7 +198,7 @@ def tokenize(
 
 
 def write_tokenized(documents: TokenDocuments, path: Path, key: str) -> None:
-    """Write documents as Parquet, atomically, with checksums and the `key` of what they were made from."""
+    """Write documents as Parquet, atomically, with checksums and the `key` of their source."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

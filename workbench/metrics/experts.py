@@ -43,7 +43,7 @@ def expert_load(
 
 
 @metric(
-    unit="share of experts", range="0..1", reading="lower: the first token has experts of its own", min_length=3,
+    unit="share of experts", range="0..1", reading="lower: the first token has its own experts", min_length=3,
     source="overlap of selected experts; baseline: two later tokens, by chance k / E",
     variants={"later_tokens": {"between_later": True}},
 )  # fmt: skip

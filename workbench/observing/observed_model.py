@@ -240,7 +240,7 @@ class Observed(HookedModel):
     def run_with_attended(self, tokens: Tensor, names: NamesFilter) -> tuple[Cache, dict[tuple[int, str], Tensor]]:
         """Return the cache of a run, and the queries and keys whose products are the scores, by layer and `q` or `k`.
 
-        They are those of the attentions with a hooked point, [batch, pos, head, d_head] each, after rotation and norms. Unlike
+        They belong to the attentions with a hooked point, [batch, pos, head, d_head] each, after rotation and norms. Unlike
         `rot_q` and `rot_k` they exist for any mask, soft cap or sink logit, and their scale is not in them.
         """
         with self.lock:

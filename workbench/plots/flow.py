@@ -44,7 +44,7 @@ class DrawnPath:
 
 
 def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Figure:
-    """Draw paths below each other: parts of the score at the left, the value, what it adds at the right.
+    """Draw paths below each other: parts of the score at the left, then the value, then its effect.
 
     Widths are shares of their side. Negative bands are hatched.
     """

@@ -303,11 +303,11 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
             if span is None:
                 continue
             figure.layout[name].range = span
-            told += [
-                f"off the scale: {words(name)}, {_from_to(part['value'])}"
-                for name, part in rows[rows["control"].notna()].groupby("control")
-                if part["value"].max() < span[0] or part["value"].min() > span[1]
-            ]
+            for name, part in rows[rows["control"].notna()].groupby("control"):
+                low, high = part["value"].min(), part["value"].max()
+                if high < span[0] or low > span[1]:
+                    values = f"{low:.3g}" if high - low < EQUAL else f"{low:.3g} to {high:.3g}"
+                    told.append(f"off the scale: {words(name)}, {values}")
     return list(dict.fromkeys(told))
 
 
@@ -325,11 +325,6 @@ def _rounding(panels: Sequence[Panel], rows: pd.DataFrame, drawn: np.ndarray | N
     alike = [p.rows["value"].abs().max() for p in panels if p.key[0] == metric and not _unit(p).endswith(MINUS)]
     size = max((value for value in alike if np.isfinite(value)), default=0.0)
     return 0.01 * size if drawn is not None and np.abs(drawn).max() <= NOISE * size else 0.0
-
-
-def _from_to(values: pd.Series) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:.3g}" if high - low < EQUAL else f"{low:.3g} to {high:.3g}"
 
 
 def _unit(panel: Panel) -> str:

@@ -174,7 +174,11 @@ def gradient_maps(
 ) -> go.Figure:
     """Draw gradient norms over training, one map per (name, rows), and A / B; `told` has the data and seeds of the subtitle."""
     thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
-    thin = [(name, rows.assign(row=_row_names(rows)), width) for name, rows, width in thin]
+    numbers = [rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}") for _, rows, _ in thin]
+    thin = [
+        (name, rows.assign(row=rows["part"].astype(str) + layer), width)
+        for (name, rows, width), layer in zip(thin, numbers, strict=True)
+    ]
     norms, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
     order = list[str]()  # from below, the same for all: a matrix that a model lacks is left blank
     for part in reversed(_in_order({str(p) for p in norms["part"]})):
@@ -237,10 +241,6 @@ def _maps(
         figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, **at)
         figure.update_xaxes(showticklabels=not same_columns or lowest, title_text=across if lowest else "", **at)
     return figure
-
-
-def _row_names(rows: pd.DataFrame) -> pd.Series:
-    return rows["part"].astype(str) + rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}")
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:

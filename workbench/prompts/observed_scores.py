@@ -343,7 +343,7 @@ def fitted_scores(used: dict[str, Tensor], scores: Tensor, visible: Tensor, tole
     count = torch.bincount(i)
 
     def centred(x: Tensor) -> Tensor:
-        """Subtract the mean of each query's row [head, cell]. The softmax ignores such constants, and gpt-oss subtracts one."""
+        """Subtract from each query's row its mean [head, cell]. The softmax ignores such constants, and gpt-oss subtracts one."""
         return x - (x.new_zeros(len(x), len(q)).index_add(1, i, x) / count)[:, i]
 
     for x, y in ((columns[..., :1], seen), (columns, seen), (centred(dots)[..., None], centred(seen))):

@@ -58,7 +58,7 @@ def token_path(
         query: Position of the query token, negative from the end.
         key: Position of the key token, not after the query.
         token: Id of the token whose logit at the query position is divided.
-        against: What is subtracted from the score, as in `score_attribution`.
+        against: The part that is subtracted from the score, as in `score_attribution`.
 
     Returns:
         The parts of the score, the attention weight, and the logits that the key's value adds, by value path.

@@ -43,7 +43,7 @@ def own_score_parts(
 ) -> ScoreParts:
     """Return the parts of rotated queries and keys of ids [batch, T] at some positions, from one run.
 
-    Of one head: its query at the first of the positions, and its keys at all of them.
+    Return one head's query at the first of the positions, and its keys at all of them.
     """
     notes = []
     for recipe in (r for r in model.recipes() if r.layer == layer):

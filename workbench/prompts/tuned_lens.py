@@ -59,7 +59,7 @@ class TunedLens:
             raise BadData(f"the tuned lens maps {tuple(self.shifts.shape)} [layer + 1, d_model], the model has {shape}")
 
     def file(self, folder: Path) -> Path:
-        """Return its file in a folder, named by what it was fitted on."""
+        """Return its file in a folder, named by the data of the fit."""
         return folder / f"{digest(dict(self.fitted_on), VERSION)}.safetensors"
 
     def save(self, path: str | Path) -> Path:
@@ -75,7 +75,7 @@ def load_tuned_lens(path: str | Path, model: HookedModel | None = None) -> Tuned
 
     Args:
         path: The safetensors file.
-        model: The model to read; its weights must be those of the fit.
+        model: The model to read, with the weights of the fit.
 
     Raises:
         BadData: The file is no tuned lens or damaged, or the model has other weights.
@@ -103,7 +103,7 @@ def fit_tuned_lens(
 ) -> TunedLens:  # fmt: skip
     """Fit a tuned lens by ridge regression on documents, and measure it on held-out ones.
 
-    Costs one run of each document and 4 (L + 1) d_model^2 operations for each position. An observed model reads the held-out documents
+    Costs one run per document and 4 (L + 1) d_model^2 operations per position. An observed model reads the held-out documents
     3 (L + 1) times. Memory holds 2 (L + 1) d_model^2 numbers in float64.
 
     Args:
@@ -112,7 +112,7 @@ def fit_tuned_lens(
         held_out: Ids of the documents on which the losses are measured; by default the last quarter of `tokens`.
         ridge: Strength of the pull to the identity, relative to the mean variance of the stream's channels.
         batch: Documents that run together.
-        store: A folder in which the result is kept as safetensors. A lens of the same weights, ids and ridge is loaded from it.
+        store: A folder in which the result is stored as safetensors. A lens of the same weights, ids and ridge is loaded from it.
         progress: Called with the documents read and all documents.
 
     Returns:
@@ -167,7 +167,7 @@ def fit_tuned_lens(
 
 
 class _Moments:
-    """Weighted second moments of each stream x with itself and with the final stream y, in float64: [x, 1] [x, 1]' and [x, 1] y'."""
+    """Weighted second moments of every stream x with itself and with the final stream y, in float64: [x, 1] [x, 1]' and [x, 1] y'."""
 
     def __init__(self, n_layers: int, width: int, device: torch.device) -> None:
         self.inner = torch.zeros(n_layers + 1, width + 1, width + 1, dtype=torch.float64, device=device)

@@ -98,7 +98,7 @@ TABLES = ("settings", "weights", "measures")
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """What differs between runs or checkpoints. Tables without rows mean that nothing there differs or is known.
+    """Differences between runs or checkpoints. Tables without rows mean that nothing there differs or is known.
 
     `settings`: a row for each setting that differs, a column for each run. `weights`: a row for each tensor of A and B.
     `measures`: a row for each stored measure of A and B, `moved` where the Holm-adjusted interval over seeds excludes 0.
@@ -131,7 +131,7 @@ def diff(*things: Any, step: str | int | Sequence[str | int] = "last", top: int 
     Args:
         things: Runs, run folders, names of what ships, checkpoints of any readable format, or models; at least two.
         step: Checkpoint of runs: "last", "first" or a number, or one for each of `things`.
-        top: Number of singular directions of each matrix.
+        top: Number of singular directions per matrix.
 
     Returns:
         `Differences`. Its `notes` say what is not compared and why.
@@ -325,7 +325,7 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
 def stored_rows(
     entries: Sequence[Entry], step: int | None, records: RecordCache, telemetry: TelemetryCache
 ) -> pd.DataFrame:
-    """Return stored records and validation losses of runs at a step, without controls. Without a step, the last of each measure."""
+    """Return stored records and validation losses of runs at a step, without controls. Without a step, each measure's last."""
     rows = pd.concat(
         [records.rows(entries, None)[0], telemetry.rows(entries, ["validation_loss"])[0]], ignore_index=True
     )

@@ -176,7 +176,10 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
     for i, ((reader, home), files) in enumerate(sorted(sources.items(), key=lambda item: item[0][1])):
         if progress:
             progress(i, len(sources), f"reading {files[0]}")
-        used = _latest(files) if reader.name == "trainer_state.json" else files
+        used: Sequence[Path] = files
+        if reader.name == "trainer_state.json":  # the state with most steps holds the history of the earlier ones
+            step = re.compile(r"checkpoint-(\d+)$")
+            used = [max(files, key=lambda file: int((step.search(file.parent.name) or [0, 2**62])[1]))]
         numbers = read_log(used, reader, home)
         runs = [(run, curves) for run, curves in numbers.courses() if curves]
         where = Path(os.path.relpath(home, common)).as_posix() if home != common else home.name
@@ -237,11 +240,6 @@ def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) 
             more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
             notes.append(f"{words}: {', '.join(names[:TOLD])}{more}")
     return [logs[i] for i in distinct], list(distinct.values())
-
-
-def _latest(files: Sequence[Path]) -> list[Path]:
-    """Return the state with most steps: each holds the history of the earlier ones."""
-    return [max(files, key=lambda file: int((re.search(r"checkpoint-(\d+)$", file.parent.name) or [0, 2**62])[1]))]
 
 
 def _read_and_left(where: str, counts: Mapping[str, int], skipped: Counter[str]) -> list[str]:

@@ -16,7 +16,7 @@ from workbench.metrics.retention import ClassSums, Discriminant
 class StreamedPCA(TransformerMixin, BaseEstimator):
     """Principal components from second moments in float64: `partial_fit` on batches equals `sklearn.decomposition.PCA` on all rows.
 
-    Memory is one matrix [width, width], whatever the number of rows. Components have scikit-learn's signs.
+    Memory is one matrix [width, width] for any number of rows. Components have scikit-learn's signs.
 
     Args:
         n_components: Number of components; all by default.

@@ -113,7 +113,13 @@ def moved_measures(source: Source, link: Link) -> Drawing:
         raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
     if left_out := len(table) - len(shown):
         sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} not drawn."
-    names = [_measure_name(row) for row in shown.to_dict("records")]
+    names = []
+    for row in shown.to_dict("records"):
+        parts = [
+            str(row["metric"]).replace("_", " "),
+            *(str(row[k]) for k in ("site", "variant", "part") if row[k] is not None),
+        ]
+        names.append(", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts))
     hollow = ["circle" if moved else "circle-open" for moved in shown["moved"]]
     figure = go.Figure(go.Scatter(
         x=shown["relative"], y=plots.unique([safe(n) for n in names]), mode="markers", showlegend=False,
@@ -125,11 +131,3 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     figure.update_xaxes(title_text=f"(B − A) / half of its {confidence()} interval, Holm-adjusted")
     under = f"B: {b}; A: {a}; {int(shown['seeds'].max())} seeds; hollow: not significant after Holm"
     return Drawing(dressed(figure, "Measures that moved", under, 120 + ROW * len(shown)), table, sentence)
-
-
-def _measure_name(row: dict[str, object]) -> str:
-    parts = [
-        str(row["metric"]).replace("_", " "),
-        *(str(row[k]) for k in ("site", "variant", "part") if row[k] is not None),
-    ]
-    return ", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts)

@@ -94,10 +94,6 @@ def _groups(flow: prompts.ValueFlow) -> tuple[pd.DataFrame, pd.DataFrame]:
     return own, summed(rows[rows["layer"] > flow.layer], ["layer", "added"])
 
 
-def _sources(flow: prompts.ValueFlow) -> pd.DataFrame:
-    return flow.parts.groupby("path", sort=False)[["projection", "share"]].sum().reset_index()
-
-
 def _largest(rows: pd.DataFrame) -> Row:
     records: list[Row] = rows.to_dict("records")
     return max(records, key=lambda row: row["amount"])
@@ -114,10 +110,9 @@ def number(x: float) -> str:
 
 
 def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
+    paths = flow.parts.groupby("path", sort=False)[["projection", "share"]].sum().reset_index()
     sources = ", ".join(
-        f"{path_in_words(p)} {number(x)} ({s:.1%})"
-        for p, x, s in _sources(flow).itertuples(index=False)
-        if x or p == "own"
+        f"{path_in_words(p)} {number(x)} ({s:.1%})" for p, x, s in paths.itertuples(index=False) if x or p == "own"
     )
     heads, later = _groups(flow)
     heads = heads[~heads["added"]]

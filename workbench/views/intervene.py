@@ -84,7 +84,7 @@ def edit_text(kind: str, layers: Sequence[int], heads: Sequence[int], value: flo
 
 
 def trained_coefficients(source: Source, link: Link, kind: str) -> list[tuple[int, float]]:
-    """Return the trained coefficients (layer, value) of model A that a coefficient edit replaces; those of single tokens are left out."""
+    """Return the trained coefficients (layer, value) of model A that a coefficient edit replaces, without coefficients of single tokens."""
     options = dict(part.split("=") for part in kind.partition(":")[2].split(",") if part)
     return source.query(_trained, source.subjects(link)[0], source.prompt(link), options.get("path", ""))
 
@@ -146,13 +146,6 @@ def _alone(answers: Sequence[tuple[RunAtStep, Any]]) -> str:
     return f"{html.escape(answers[0][0].title)}; " if len(answers) == 1 else ""
 
 
-def _shares(rows: pd.DataFrame, name: str, changed: bool) -> list[str]:
-    """Probabilities in percent, as `98.8 % → 2.1 %` after a change."""
-    form = "{:+.1%}" if name == plots.MINUS else "{:.1%}"
-    before, after = ([form.format(p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
-    return [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if changed else after
-
-
 def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: int = MAX_TOKENS) -> Drawing:
     """Bars of the `most` likeliest next tokens per model, before and after `change` (in words, may be empty)."""
     effects, refused = answers
@@ -182,10 +175,13 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     for column, (name, series, rows) in enumerate(panels, 1):
         names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
+        form = "{:+.1%}" if name == plots.MINUS else "{:.1%}"
+        before, after = ([form.format(p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
+        shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
                 y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
-                text=_shares(rows, name, bool(change)) if when == "after" else None, textposition="outside", cliponaxis=False,
+                text=shares if when == "after" else None, textposition="outside", cliponaxis=False,
                 textfont_size=11, constraintext="none",
                 hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
             )  # fmt: skip

@@ -72,9 +72,7 @@ def _scalar(value: object) -> float | None:
     return float(struct.unpack("<f", tensor.tensor_content)[0]) if len(tensor.tensor_content) == 4 else None
 
 
-def _home(path: Path) -> Path:
-    """Return the folder of the run, which may have folders for training and validation."""
-    return path.parents[1] if PART.fullmatch(path.parent.name) else path.parent
-
-
-READER = LogReader("TensorBoard events", lambda path, head: "tfevents" in path.name, _read, home=_home)
+READER = LogReader(
+    "TensorBoard events", lambda path, head: "tfevents" in path.name, _read,
+    home=lambda path: path.parents[1] if PART.fullmatch(path.parent.name) else path.parent,  # of training and validation
+)  # fmt: skip

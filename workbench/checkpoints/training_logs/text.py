@@ -152,8 +152,8 @@ def _evaluates(line: str) -> bool:
     return EVALUATION.search(own) is not None
 
 
-def _recognises(path: Path, head: bytes) -> bool:
-    return path.suffix.lower() not in OTHERS and bool(head) and (head[:2] in WIDE or b"\0" not in head)
-
-
-READER = LogReader("text", _recognises, _read)
+READER = LogReader(
+    "text",
+    lambda path, head: path.suffix.lower() not in OTHERS and bool(head) and (head[:2] in WIDE or b"\0" not in head),
+    _read,
+)

@@ -34,8 +34,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
                 numbers.add(entry["step"], name, value)
 
 
-def _home(path: Path) -> Path:
-    return path.parent.parent if re.fullmatch(r"checkpoint-\d+", path.parent.name) else path.parent
-
-
-READER = LogReader(NAME, lambda path, head: path.name == NAME, _read, home=_home)
+READER = LogReader(
+    NAME, lambda path, head: path.name == NAME, _read,
+    home=lambda path: path.parent.parent if re.fullmatch(r"checkpoint-\d+", path.parent.name) else path.parent,
+)  # fmt: skip
