@@ -24,13 +24,12 @@ from workbench.errors import WorkbenchError
 from workbench.plots.image_export import find_browser
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
-from workbench.views.source import checkpoint_key
+from workbench.views.source import OF_PROMPTS, checkpoint_key
 from workbench.views.writing import caption_of, picture
 
 from . import background, widgets
 from .cached_source import cached_source
 from .elements import figure as element
-from .selection import OF_MODELS
 
 FOLLOW_RUNS = ("start", "training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
@@ -107,7 +106,7 @@ def _drawings() -> OrderedDict[Any, tuple[Drawing, dict[str, str], int]]:
 
 def _state(source: Source, link: Link) -> tuple[Any, ...]:
     """The state that a drawing depends on: the link, and its models or all runs of the folder."""
-    if link.page in OF_MODELS:
+    if link.page in OF_PROMPTS:
         now: Any = tuple((s.entry.stamp, checkpoint_key(s)) for s in source.subjects(link))
     else:
         now = source.catalogue().stamp

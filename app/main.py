@@ -34,11 +34,11 @@ def main() -> None:
         st.session_state["navigation"] = st.container(), pages | {"kept": kept}
     widgets.warn_of_unknown_keys()
     page.run()
-    catalogue = cached_source().catalogue()
+    catalogue, listed = cached_source().catalogue(), cached_source().listed()
     with st.sidebar:
-        shipped = catalogue.entries and all(e.shipped for e in catalogue.entries)
+        shipped = listed and all(e.shipped for e in listed)
         where = "shipped with the project, read-only" if shipped else f"in {widgets.escaped(root())}"
-        st.caption(f"{len(catalogue.entries)} runs {where}")
+        st.caption(f"{len(listed)} runs {where}")
     if problems := catalogue.problems:
         with st.expander(f"{len(problems)} folders cannot be read as runs", icon=":material/folder_off:"):
             table = pd.DataFrame({"folder": list(problems), "problem": list(problems.values())})

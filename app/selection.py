@@ -24,8 +24,8 @@ from .cached_source import cached_source
 
 EXPERIMENT_PX, MODEL_PX, STEP_PX = 225, 155, 90
 FIRST = 8  # series that are drawn by default, and most that are shown as pills
-OF_MODELS, OF_ALL_RUNS = ("attention", "prompt", "intervene"), ("training", "heads")
-"""Pages that read models A and B and no other run; pages that show all models of the experiment unless two are compared."""
+OF_ALL_RUNS = ("training", "heads")
+"""Pages that show all models of the experiment unless two are compared."""
 CONTENT = {"repeated": "repeated tokens", "backcopy": "back-copy", "recorded": "recordings", "log": "training logs"}
 """The data of an experiment in short, by its kind."""
 

@@ -9,8 +9,12 @@ import pandas as pd
 import pytest
 
 from workbench import plots
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.places import SHIPPED
 from workbench.runs.records import load_records, provenance, records
+from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of
 from workbench.views.base import timelapse
 from workbench.views.depth import layers
@@ -249,3 +253,18 @@ def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
     assert svg.startswith("<svg")
     assert "Sink mass" in svg
     assert write(ask, link, tmp_path / "v.png", only="layers")[0].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_shipped_models_stand_beside_own_runs_on_symbols(tmp_path, monkeypatch):
+    """Pages of a prompt begin with a text model, all others with own runs, which alone are listed and judged."""
+    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
+    data = RepeatedData(16)
+    config = ModelConfig(n_layers=2, d_model=16, n_heads=1, d_mlp=4, d_vocab=16, n_ctx=16)
+    recipe = TrainConfig(steps=2, batch=2, T=16, warmup=1, validate_every=2, validation_sequences=2)
+    train("transformer", data, name="own", runs=tmp_path, model=config, train=recipe)
+    source = Source(tmp_path)
+    assert [e.name for e in source.listed()] == ["own"]
+    assert source.group(Link("depth"))[0].name == "own"
+    assert {e.kind for e in source.group(Link("attention"))} == {"text"}
+    assert source.subjects(Link("attention"))[0].entry.name == "models-resformer-s0"
+    assert source.subjects(Link("attention", {"a": "own"}))[0].entry.name == "own"

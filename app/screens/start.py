@@ -114,7 +114,7 @@ def _parts() -> tuple[list[str], str]:
         return parts, "demo"
     if _main_result():
         return parts, "finding"
-    return parts, "model" if any(e.steps for e in source.catalogue().entries) else "here"
+    return parts, "model" if any(e.steps for e in source.listed()) else "here"
 
 
 def _main_result() -> finding.Finding | None:

@@ -303,11 +303,11 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
             if span is None:
                 continue
             figure.layout[name].range = span
-            for name, part in rows[rows["control"].notna()].groupby("control"):
+            for control, part in rows[rows["control"].notna()].groupby("control"):
                 low, high = part["value"].min(), part["value"].max()
                 if high < span[0] or low > span[1]:
                     values = f"{low:.3g}" if high - low < EQUAL else f"{low:.3g} to {high:.3g}"
-                    told.append(f"off the scale: {words(name)}, {values}")
+                    told.append(f"off the scale: {words(str(control))}, {values}")
     return list(dict.fromkeys(told))
 
 

@@ -94,7 +94,7 @@ def finding(source: Source, link: Link) -> Finding:
     Raises `WorkbenchError` if no finished Transformer shares a seed with a finished run of another model.
     """
     experiments: dict[str, list[Entry]] = {}
-    for entry in source.catalogue().entries:
+    for entry in source.listed():
         if entry.finished and not entry.imported and not entry.numbers_only:
             experiments.setdefault(entry.group, []).append(entry)
     experiments = {name: runs for name, runs in experiments.items() if _paired(runs)}

@@ -39,6 +39,8 @@ Progress = Callable[..., None]
 """Called with (done, total), and what is done where parts are shown before the end; may raise to stop the work."""
 PREFERRED = ("resformer", "transformer")
 """Default architectures of model A and model B."""
+OF_PROMPTS = ("attention", "prompt", "intervene")
+"""Pages that show models on a prompt."""
 PROMPTS = ".prompts"
 LETTERS = {"repeated": 2, "backcopy": 1}
 """Kinds of data whose tokens are letters and digits, and how often the model reads a prompt in a row."""
@@ -133,8 +135,13 @@ class Source:
     cache: SourceCache = field(default_factory=SourceCache, repr=False)
 
     def catalogue(self) -> Catalogue:
-        """Return the runs of the folder, or the shipped runs if it has none."""
+        """Return the runs that pages can show; see `runs_to_show`."""
         return self.cache.catalogue(self.folder)
+
+    def listed(self) -> tuple[Entry, ...]:
+        """Return the runs of the folder without shipped models; the shipped runs if it has none."""
+        entries = self.catalogue().entries
+        return tuple(e for e in entries if not e.shipped) or entries
 
     def shipped(self) -> Catalogue:
         """Return the runs that ship with the project."""
@@ -146,16 +153,23 @@ class Source:
         return bool(runs.entries) and runs.folder == str(self.folder.resolve())
 
     def group(self, link: Link) -> list[Entry]:
-        """Return the runs of the link's experiment, else of model A's, else of the largest experiment on text."""
+        """Return the runs of the link's experiment, else of model A's, else of the largest experiment on text.
+
+        Pages of a prompt prefer a text model to own runs on symbols.
+        """
         runs = self.catalogue()
         groups, asked = runs.groups, link.text("set")
         if asked is None and link.text("a") is not None:
             asked = runs.entry(str(link.text("a"))).group
         if asked is None:
-            order = {
-                g: (any(e.steps for e in runs_), runs_[0].kind == "text", len(runs_), g) for g, runs_ in groups.items()
-            }
-            asked = max(groups, key=order.__getitem__, default=None)
+            on_prompt = link.page in OF_PROMPTS
+
+            def rank(name: str) -> tuple[object, ...]:
+                runs = groups[name]
+                ready = any(e.steps for e in runs)
+                return on_prompt or not runs[0].shipped, ready, runs[0].kind == "text", len(runs), name
+
+            asked = max(groups, key=rank, default=None)
         if asked is None:
             raise BadData(
                 f"no runs in {self.folder}: `workbench demo` trains some, `workbench import` imports your own"
@@ -366,10 +380,19 @@ WORD_ENDS = re.compile(r"[^\w.=+]+|_")
 
 
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
-    """Return the runs of a folder, or the shipped runs if it has none; unchanged runs are taken from `known`."""
+    """Return the runs of a folder, with the shipped models unless it has a text model; the shipped runs if it has none.
+
+    Unchanged runs are taken from `known`.
+    """
     own = catalogue(folder, known)
-    shipped = own if own.entries or own.problems else shipped_runs(EVIDENCE, MODELS)
-    return shipped if shipped.entries else own
+    if not own.entries:
+        shipped = own if own.problems else shipped_runs(EVIDENCE, MODELS)
+        return shipped if shipped.entries else own
+    if any(e.steps and e.kind == "text" for e in own.entries):
+        return own
+    names = {e.name for e in own.entries}
+    models = [e for e in shipped_runs(EVIDENCE, MODELS).entries if e.steps and e.name not in names]
+    return dataclasses.replace(own, entries=own.entries + tuple(models))
 
 
 @cache

@@ -137,7 +137,7 @@ def runs_table(source: Source) -> pd.DataFrame:
         "run", "model", "seed", "final loss", "rate", "options", "seeds", "state", "trained to step", "checkpoints", "measures",
         "experiment", "group",
     ]  # fmt: skip
-    rows, entries = [], source.catalogue().entries
+    rows, entries = [], source.listed()
     seeds: dict[tuple[str, str], set[int]] = {}
     for e in entries:
         seeds.setdefault((e.group, e.series), set()).add(e.seed)
@@ -250,8 +250,8 @@ def analyze_command(source: Source, link: Link, question: str | None = None) -> 
     """Return the command that measures and judges the claims."""
     entries, runs = _judged_runs(source, link), source.catalogue()
     folder, stem = Path(entries[0].path).parent, re.match(r"^[\w+.-]*?[-_]", entries[0].name)
-    alike = [e.name for e in runs.entries if stem and e.name.startswith(stem[0])]
-    if not link.on("alone") or len(entries) == len(runs.entries):
+    alike = [e.name for e in source.listed() if stem and e.name.startswith(stem[0])]
+    if not link.on("alone") or len(entries) == len(source.listed()):
         paths = shlex.quote(runs.folder)
     elif stem and alike == [e.name for e in entries]:
         paths = f"{shlex.quote(str(folder / stem[0]))}*"
@@ -389,7 +389,7 @@ def demo_runs(source: Source, *experiments: str) -> list[Entry]:
 
 def only_demo(source: Source) -> bool:
     """Return True if a demo was started in the folder and it has no other runs."""
-    return demo_status(source.folder) is not None and len(demo_runs(source, *DEMO)) == len(source.catalogue().entries)
+    return demo_status(source.folder) is not None and len(demo_runs(source, *DEMO)) == len(source.listed())
 
 
 def _shipped(source: Source, names: str) -> list[Entry]:
