@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOTAL = 56_769  # lines of Python in workbench/ and app/
+TOTAL = 56_770  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_541,
     "workbench": 1_210,
@@ -39,7 +39,7 @@ LINES = {
     "workbench/storage": 924,
     "workbench/studies": 879,
     "workbench/training": 1_761,
-    "workbench/views": 4_971,
+    "workbench/views": 4_972,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

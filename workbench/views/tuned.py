@@ -12,6 +12,7 @@ from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.places import lenses_folder
 from workbench.runs.run import Run
+from workbench.views import follow  # noqa: F401  (its views come first on the page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.source import RunAtStep, Source
