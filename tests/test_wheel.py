@@ -232,7 +232,7 @@ def test_its_pages_draw_what_ships(installed):
         "at = AppTest.from_file(str(places.HERE / 'app' / 'main.py'), default_timeout=60).run()\n"
         "titles = [at.title[0].value]\n"
         "at.switch_page('screens/depth.py').run()\n"
-        "print(json.dumps([*titles, at.title[0].value, [e.message for e in at.exception], [c.value for c in at.caption]]))"
+        "print(json.dumps([*titles, at.title[0].value, [e.message for e in at.exception], [c.value for c in [*at.caption, *at.markdown]]]))"
     )
     *titles, wrong, captions = json.loads(said(installed, "-c", code).splitlines()[-1])
     assert (titles, wrong) == (["Start", "Depth"], [])
