@@ -5,8 +5,8 @@
 The runs: 20 architectures x 50 seeds, 50 checkpoints each, with as much telemetry and as many records as the demo's text runs
 have; weights and tables are hard links, so they take seconds to make. A click is measured from the pointer going down to the
 last change of the page; what was measured before is read from the runs and from the server's caches, nothing is computed.
-A page with a heading alone is what the toolkit costs: the limits are those of a machine that paints it within `FLOOR`, and are as
-much wider as another takes longer for it at that time. Bytes are what the server sends for a view: websocket frames and HTTP,
+A page with a heading alone shows the toolkit's own cost. The limits belong to a machine that paints it within `FLOOR`; on a slower
+machine they grow in proportion. Bytes are what the server sends for a view: websocket frames and HTTP,
 without the front end's own files. The two models have the demo's shape and read a text of 512 tokens that the server has not seen.
 Memory is the server's resident set at the end. Times are medians of `REPEATS`; other work on the machine adds to them, so `--slack`
 widens their limits further, but not those of bytes and memory. Exits with 1 where a limit is broken.
@@ -161,7 +161,7 @@ class Browser:
         return self.settle(0.0, figures)
 
     def after(self, act: Callable[[], object], figures: int = 1) -> Change:
-        """What the last press in `act` leads to; the CPU time is that of all of `act`."""
+        """Return the change that the last press in `act` causes; the CPU time covers all of `act`."""
         before, server, here = self.bytes, cpu(self.server), cpu(psutil.Process())
         act()
         seconds = self.settle(self.page.evaluate("window.__asked"), figures)

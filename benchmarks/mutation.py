@@ -2,10 +2,10 @@
 
     python benchmarks/mutation.py [--each 36] [--seed 0] [--tree .] [--out results/mutation]
 
-The fast suite runs once under coverage, a context for each test and each fixture, so that a line's tests are those that ran it
-or use a fixture that did, and after them the other tests of the same files (what a cache or a session's fixture already held
-was not run again); that is kept in `tests.json`, and only files of tests that have changed are run again: delete it when the
-program has. Each mutant is then written into a copy of the tree and its tests run there, those files first that are called after
+The fast suite runs once under coverage, with a context for each test and each fixture. A line's tests ran it or use a fixture that
+did. The other tests of the same files follow, because a cache or a session's fixture may have spared them the line. The result is
+stored in `tests.json`; only changed files of tests run again. Delete it when the program has changed. Each mutant is then
+written into a copy of the tree and its tests run there, those files first that are called after
 the file or its folder, cheap ones first, until one fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs
 counts as caught. Rows are appended to `mutants.jsonl` as they come, so an interrupted run goes on; the table of rooms is printed
 at the end, with the survivors that have no reason in `equivalent_mutants.json`. `--again` runs those that were not caught once

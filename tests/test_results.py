@@ -11,12 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import replacing, write_json, write_text
+from workbench.files import MARK, SUM, replacing, write_json, write_text
 from workbench.runs.records import (
     COLUMNS,
-    MARK,
     SAMPLE_COLUMNS,
-    SUM,
     Store,
     load_records,
     one_sample,

@@ -12,12 +12,16 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from workbench.errors import BadCheckpoint, WorkbenchError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 MAX_TEXT = 1 << 27  # bytes of a file of settings; the largest tokenizers take a fourth of it
 MAX_TABLE = 1 << 31  # bytes of a table of records
+MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the checksum
 MAX_CORPUS = 64_000_000  # bytes of all files of a user's text, which are held in memory
 URL = re.compile(r"[A-Za-z][\w+.-]+(::\w+)*:/")  # a `Path` makes one slash of two; a drive is one letter
 
@@ -119,3 +123,38 @@ def digest_of(parts: Iterable[object]) -> str:
         sha.update(len(data).to_bytes(8, "little"))
         sha.update(data)  # apart: weights are large, and a concatenation would copy them
     return sha.hexdigest()[:16]
+
+
+def write_table(table: pa.Table, path: Path, **how: Any) -> None:
+    """Write an Arrow table atomically; `how` goes to pyarrow's `write_table`.
+
+    Parquet has checksums of pages, but not of headers and the footer, and Arrow ends the process on some damaged footers. A
+    checksum of all other bytes is inserted before the footer, where other readers skip it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    written = pa.BufferOutputStream()
+    pq.write_table(table, written, write_page_checksum=True, **how)
+    data = written.getvalue().to_pybytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    with replacing(path) as part:
+        part.write_bytes(data[:footer] + MARK + table_sum(data) + data[footer:])
+
+
+def table_sum(data: bytes) -> bytes:
+    """Return the checksum of a file's bytes, `SUM` bytes long."""
+    return hashlib.blake2b(data, digest_size=SUM).digest()
+
+
+def table_bytes(path: Path) -> bytes:
+    """Read a table's file; raises `OSError` if it is too large or its checksum fails.
+
+    A file without a checksum is accepted: other programs and old versions write none.
+    """
+    data = read_bytes(path, MAX_TABLE)
+    if (at := data.rfind(MARK)) >= 0:
+        rest = at + len(MARK) + SUM
+        if table_sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
+            raise OSError("its bytes are not those that were written; copy it again")
+    return data

@@ -19,7 +19,7 @@ import tokenizers
 
 from workbench.data.tokenizer_limits import open_backend, without_panics
 from workbench.errors import BadCheckpoint, BadData, UnknownName
-from workbench.files import digest, open_regular, read_text, replacing, write_text
+from workbench.files import digest, read_text, table_bytes, write_table, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -200,12 +200,10 @@ def tokenize(
 def write_tokenized(documents: TokenDocuments, path: Path, key: str) -> None:
     """Write documents as Parquet, atomically, with checksums and the `key` of their source."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     ids = pa.ListArray.from_arrays(pa.array(documents.starts, pa.int32()), pa.array(documents.ids, pa.int32()))
     columns = {"source": documents.sources, "domain": documents.domains, "ids": ids}
-    with replacing(path) as part:
-        pq.write_table(pa.table(columns, metadata={"key": key}), part, compression="zstd", write_page_checksum=True)
+    write_table(pa.table(columns, metadata={"key": key}), path, compression="zstd")
 
 
 def read_tokenized(path: Path, key: str) -> TokenDocuments | None:
@@ -214,16 +212,15 @@ def read_tokenized(path: Path, key: str) -> TokenDocuments | None:
     import pyarrow.parquet as pq
 
     try:
-        with open_regular(path) as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
+        with pq.ParquetFile(pa.BufferReader(table_bytes(path)), page_checksum_verification=True) as file:
             if (file.schema_arrow.metadata or {}).get(b"key") != key.encode():
                 return None
-            table = file.read().combine_chunks()
+            table = file.read()
         ids, sources, domains = (table[name].combine_chunks() for name in ("ids", "source", "domain"))
-        return TokenDocuments(
-            ids.values.to_numpy(), ids.offsets.to_numpy().astype(np.int64), domains.to_pylist(), sources.to_pylist()
-        )
     except (OSError, KeyError, pa.ArrowException):
         return None
+    starts = ids.offsets.to_numpy().astype(np.int64)
+    return TokenDocuments(ids.values.to_numpy(), starts, domains.to_pylist(), sources.to_pylist())
 
 
 def _check_length(length: int) -> None:

@@ -7,7 +7,6 @@ of a run (`newest`), as its provenance states it, and `one_sample` then selects 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from filelock import FileLock
 
 from workbench.console import ROWS
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import MAX_TABLE, read_bytes, replacing
+from workbench.files import table_bytes, write_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +39,6 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 """One value per document, for resampling; stored for records without a position axis."""
 KNOWN, NEEDED = {*COLUMNS, *SAMPLE_COLUMNS}, ("metric", "value")
-MARK, SUM = b"\0workbench sum\0", 16  # marks a file's checksum; bytes of the checksum
 OWN_DATA = r"(train|validation)(/|$)"
 """Names of a run's own data; other data are named by their file and a content hash."""
 _VERSION = re.compile(r'"version":(\d+)')
@@ -106,44 +104,9 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
     write_table(pa.Table.from_pandas(frame, preserve_index=False), path)
 
 
-def write_table(table: pa.Table, path: Path, **how: Any) -> None:
-    """Write an Arrow table atomically; `how` goes to pyarrow's `write_table`.
-
-    Parquet has checksums of pages, but not of headers and the footer, and Arrow ends the process on some damaged footers. A
-    checksum of all other bytes is inserted before the footer, where other readers skip it.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    written = pa.BufferOutputStream()
-    pq.write_table(table, written, write_page_checksum=True, **how)
-    data = written.getvalue().to_pybytes()
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    with replacing(path) as part:
-        part.write_bytes(data[:footer] + MARK + table_sum(data) + data[footer:])
-
-
 def read_parquet(paths: Iterable[Path], columns: Sequence[str] = COLUMNS, needed: Sequence[str] = ()) -> pd.DataFrame:
     """Return the typed rows of all files; `BadCheckpoint` names a file that cannot be read or lacks a `needed` column."""
     return typed(read_tables(list(paths), needed).to_pandas(), columns)
-
-
-def table_sum(data: bytes) -> bytes:
-    """Return the checksum of a file's bytes, `SUM` bytes long."""
-    return hashlib.blake2b(data, digest_size=SUM).digest()
-
-
-def table_bytes(path: Path) -> bytes:
-    """Read a table's file; raises `OSError` if it is too large or its checksum fails.
-
-    A file without a checksum is accepted: other programs and old versions write none.
-    """
-    data = read_bytes(path, MAX_TABLE)
-    if (at := data.rfind(MARK)) >= 0:
-        rest = at + len(MARK) + SUM
-        if table_sum(data[:at] + data[rest:]) != data[at + len(MARK) : rest]:
-            raise OSError("its bytes are not those that were written; copy it again")
-    return data
 
 
 def read_tables(files: Sequence[Path], needed: Sequence[str] = (), without: Sequence[str] = ()) -> pa.Table:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, UnknownName
+from workbench.interventions.base import hook_points
 from workbench.models.hooked import HookedModel
-from workbench.names import ACTIVATIONS, stream_hook
+from workbench.names import ACTIVATIONS
 from workbench.prompts.prompt import by_layer, float32_or_better
 
 SITES = tuple(
@@ -26,12 +27,7 @@ def site_hooks(model: HookedModel, site: str) -> dict[int, str]:
     """
     if site not in SITES:
         raise UnknownName("site", site, SITES)
-    n_layers = model.config.n_layers
-    if site == "stream":
-        names = {n: stream_hook(n, n_layers) for n in range(n_layers + 1)}
-    else:
-        names = {n: ACTIVATIONS[site].hook.format(layer=n) for n in range(n_layers)}
-    return {n: name for n, name in names.items() if name in model.hook_dict}
+    return hook_points(model, site)
 
 
 def as_matrix(

@@ -24,10 +24,10 @@ from workbench.claims.judging import chosen
 from workbench.claims.registry import Claim
 from workbench.console import Progress
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, write_json
+from workbench.files import read_json, write_json, write_table
 from workbench.jobs.running import Workers
 from workbench.measurement.measuring import measure
-from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, write_table
+from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.storage.packed import RUNS, TABLES, pack, unpacked
 from workbench.studies.runner import plan
