@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import shutil
 import socket
 import statistics
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,30 @@ PAGES = {  # least number of SVGs of figures, select box ("" for radio buttons),
     "prompt": (6, "", ("Logit lens", "Next token")),
     "intervene": (6, "", ("Sweep", "Edits")),
 }
+BARE = "import streamlit as st\n\nst.title('bare')\n"
+PLAIN = """
+import json
+from pathlib import Path
+
+import plotly.graph_objects as go
+import streamlit as st
+
+st.title("plain")
+page = json.loads((Path(__file__).parent / f"{st.query_params['page']}.json").read_text())
+options = list(page["figures"])
+shown = st.selectbox(page["label"], options) if page["label"] else st.radio("Figures", options, horizontal=True)
+for number, (traces, layout) in enumerate(page["figures"][shown]):
+    st.plotly_chart(go.Figure(traces, layout), key=str(number))
+"""
+TRACES = """() => Array.from(document.querySelectorAll('.js-plotly-plot')).filter((div) => div._fullData).map((div) => {
+  const plain = (value) => value?.length === undefined || typeof value === 'string' ? value : Array.from(value, plain);
+  const chosen = (from, keys) => Object.fromEntries(keys.filter((key) => from[key] != null).map((key) => [key, plain(from[key])]));
+  const axes = Object.entries(div._fullLayout).filter(([key]) => /^[xy]axis\\d*$/.test(key));
+  const layout = Object.fromEntries(axes.map(([key, axis]) => [key, chosen(axis, ['domain', 'anchor', 'type'])]));
+  const kinds = ['type', 'mode', 'orientation', 'xaxis', 'yaxis', 'x', 'y', 'z'];
+  return [div._fullData.map((trace) => chosen(trace, kinds)), {height: div._fullLayout.height, ...layout}];
+})"""
+"""Figure's traces without their style, and a layout with its height and its axes' places alone."""
 ROOT = Path(__file__).parent.parent
 FLAGS = [f"--{flag}" for flag in ("no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                                   "disable-component-update", "disable-sync")]  # fmt: skip
@@ -245,7 +271,7 @@ def bare(found: Findings, repeats: int) -> None:
     """The floor of a first paint, a page of the same toolkit that holds one heading and nothing else: what limits are held against."""
     with tempfile.TemporaryDirectory() as scratch:
         script = Path(scratch) / "bare.py"
-        script.write_text("import streamlit as st\n\nst.title('bare')\n", encoding="utf-8")
+        script.write_text(BARE, encoding="utf-8")
         with serving(Path(scratch), script) as (address, process), chromium(process) as new:
             words = []
             for _ in range(repeats + 1):
@@ -257,49 +283,58 @@ def bare(found: Findings, repeats: int) -> None:
 
 
 def every_page(found: Findings, repeats: int) -> None:
-    """CPU time of a first paint and of a click on every page, above a page of the toolkit with nothing but a heading.
+    """CPU time of a first paint and of a click on every page, above two pages of the toolkit.
 
-    The folder has no runs, so pages show what ships. Bare and own pages alternate, and the server has shown the page before. The time
-    is that of the server's and the browser's processes: other work on the machine changes it less than seconds on the clock.
+    The bare page has a heading. The plain page also has what takes most of a browser's time whoever draws it: the own page's traces
+    as Plotly draws them by default, and one widget that swaps them. The folder has no runs, so pages show what ships. Bare, own and
+    plain pages alternate, and the server has shown the page before. The time is that of the server's and the browser's processes:
+    other work on the machine changes it less than seconds on the clock.
     """
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        script = Path(scratch) / "bare.py"
-        script.write_text("import streamlit as st\n\nst.title('bare')\n", encoding="utf-8")
-        bare_server, server = (stack.enter_context(serving(Path(scratch), file)) for file in (script, None))
-        new = stack.enter_context(chromium(server[1]))
+        scripts = {"bare": BARE, "plain": PLAIN}
+        for kind, text in scripts.items():
+            (Path(scratch) / f"{kind}.py").write_text(text, encoding="utf-8")
+        servers = {
+            kind: stack.enter_context(serving(Path(scratch), Path(scratch) / f"{kind}.py" if kind in scripts else None))
+            for kind in ("bare", "own", "plain")
+        }
+        new = stack.enter_context(chromium(servers["own"][1]))
         for name, (figures, label, options) in PAGES.items():
-            costs: dict[str, list[Change]] = {"bare": [], "paint": [], "click": []}
+            changes = defaultdict[str, list[Change]](list)
+            drawn = Path(scratch) / f"{name}.json"
             for _ in range(repeats + 1):
-                for kind, (address, process), link, least in (
-                    ("bare", bare_server, "", 0),
-                    ("paint", server, name, figures),
-                ):
+                for kind, (address, process) in servers.items():
+                    link = {"bare": "", "own": name, "plain": f"?page={name}"}[kind]
                     browser = new()
                     browser.server = process
                     browser.page.set_default_timeout(600_000)  # the first visit of Heads reads validation text
                     opening = functools.partial(browser.page.goto, f"{address}/{link}")
-                    costs[kind].append(browser.after(opening, least))
-                    if kind == "paint":
-                        for option in options:
-                            act = functools.partial(pick, browser.page, label, option)
-                            if not label:
-                                act = browser.page.get_by_role("radio", name=option).click
-                            costs["click"].append(browser.after(act, 0))
+                    changes[kind].append(browser.after(opening, 0 if kind == "bare" else figures))
+                    traces = {"first": browser.page.evaluate(TRACES)}
+                    for option in options if kind != "bare" else ():
+                        act = functools.partial(pick, browser.page, label, option)
+                        if not label:
+                            act = browser.page.get_by_role("radio", name=option, exact=kind == "plain").click
+                        changes[f"{kind} click"].append(browser.after(act, 0))
+                        traces[option] = browser.page.evaluate(TRACES)
+                    if kind == "own" and not drawn.exists():
+                        drawn.write_text(json.dumps({"label": label, "figures": traces}), encoding="utf-8")
                     browser.page.context.close()
-            cpu_of = {
-                kind: [
-                    statistics.median(values)
-                    for values in zip(*((c.server, c.browser) for c in changes[1:]), strict=True)
-                ]
-                for kind, changes in costs.items()
+            costs = {
+                kind: [statistics.median(values) for values in zip(*((c.server, c.browser) for c in each), strict=True)]
+                for kind, each in ((kind, each[len(each) // (repeats + 1) :]) for kind, each in changes.items())
             }
-            floor = sum(cpu_of["bare"])
+            floor = sum(costs["bare"])
             found.add(f"{name}: a bare page, server and browser", floor, "CPU s")
-            for kind, below in (("paint", cpu_of["bare"]), ("click", [0.0, 0.0])):
-                above = [own - other for own, other in zip(cpu_of[kind], below, strict=True)]
-                found.add(f"{name}: {kind} above it, the server", above[0], "CPU s")
-                found.add("  the browser", above[1], "CPU s")
-                found.add("  both, of the bare page", sum(above) / floor, "", SHARE)
+            for what, own, others in (
+                ("paint", "own", {"the bare page": costs["bare"], "a page of plain figures": costs["plain"]}),
+                ("click", "own click", {"nothing": [0.0, 0.0], "a click on plain figures": costs["plain click"]}),
+            ):
+                for other, (server, painted) in others.items():
+                    above = costs[own][0] - server, costs[own][1] - painted
+                    found.add(f"{name}: {what} above {other}, the server", above[0], "CPU s")
+                    found.add("  the browser", above[1], "CPU s")
+                    found.add("  both, of the bare page", sum(above) / floor, "", SHARE)
 
 
 def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeats: int) -> None:

@@ -11,9 +11,11 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import sys
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,9 +42,27 @@ LONGEST = (
 """Files of minutes, taken first: what is left at the end are seconds, in which no process waits for another."""
 
 
+PAGES = re.compile(
+    r"test_(analyses|app|background|claims|confidence|demo|extremes|figure_outputs|kept_records|legible|measuring|pins|plots|"
+    r"published|report|run_before|server|sklearn|studies|token_strip|verdict|views|workers|xray)"
+)
+"""Files that import pandas, plotly or streamlit and share folders of runs: one process imports and makes these things for all."""
+
+
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    items.sort(key=lambda item: (order.get(item.path.stem, len(order)), not PAGES.match(item.path.stem)))
+    grids = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast"):
+            grids[item.parent, item.originalname].append(item)
+    for (_, name), cases in grids.items():
+        most = min(cases[0].get_closest_marker("fast").args[0], len(cases))
+        first = zlib.crc32(name.encode())  # others of another test, so that each case is fast somewhere
+        fast = {(first + len(cases) * number // most) % len(cases) for number in range(most)}
+        for number, item in enumerate(cases):
+            if number not in fast:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,16 +111,23 @@ def without_evidence(monkeypatch, tmp_path_factory):
 
 
 def pytest_generate_tests(metafunc):
-    """`any_architecture`: those that stand for all; `any_attention`: for all that attention weights depend on.
+    """`any_architecture`: those that stand for all; `any_attention`: for all that attention weights depend on; half of them are slow.
 
-    `some_architecture`: every third of those that stand for all, others for another test, so that each stands in many.
+    `some_architecture`: every third of those that stand for all. Each test has others, so that each stands in many.
     """
     for name in {"any_architecture", "any_attention", "some_architecture"} & set(metafunc.fixturenames):
+        import equations
         import seams
 
-        first = zlib.crc32(metafunc.definition.name.encode()) % 3
-        these = {"any_architecture": seams.TOGETHER, "any_attention": seams.ATTENDING}
-        metafunc.parametrize(name, these.get(name, seams.TOGETHER[first::3]))
+        first = zlib.crc32(metafunc.definition.name.encode())
+        if name == "some_architecture":
+            metafunc.parametrize(name, seams.TOGETHER[first % 3 :: 3])
+            continue
+        models = seams.TOGETHER if name == "any_architecture" else seams.ATTENDING
+        fast = {*models[first % 2 :: 2], *(model for model in models if not equations.written(model))}
+        metafunc.parametrize(
+            name, [pytest.param(model, marks=() if model in fast else pytest.mark.slow) for model in models]
+        )
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def test_scripts_cover_every_claim_once():
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_are_told_apart_by_the_options_that_are_not_their_defaults(shared):
     odd = ("resformer", {"source_layer": 1}), ("transformer", {"lr_factors": {"blocks.0.*": 5.0}})
     made = quick_runs(shared, ("resformer", *odd))
@@ -183,6 +184,7 @@ def test_a_relabelled_copy_of_a_run_is_no_further_seed(three, tmp_path):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_page_puts_what_is_decided_in_front_and_folds_the_rest(three, tmp_path):
     found = analyse(three, n=8, questions=["loss", "sharing"])
     assert {j.verdict.status in DECIDED for j in found.judged} == {True, False}
@@ -243,6 +245,7 @@ def test_a_metric_that_a_model_has_nothing_for_is_said_and_the_rest_is_measured(
     assert told.to_dict() == {"loss": 2, "skip_ablation": 1}
 
 
+@pytest.mark.slow
 def test_different_lengths_and_tokenizers_are_not_compared(three, short):
     """One sentence says what differs; what does not compare is judged all the same."""
     found = analyse([three[0], short], claims=["lower_loss", "concentration_is_learned"], n=8)

@@ -84,6 +84,7 @@ def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
 # ---- the address ----
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("name", "address", "labels"),
     [
@@ -123,6 +124,7 @@ def test_choices_are_written_to_the_address(page, populated):
     assert any("at least one" in i.value for i in at.info)
 
 
+@pytest.mark.slow
 def test_the_builder_writes_an_edit_and_adds_to_it(page, populated):
     at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", kind="sink")
     at.multiselect(key="edit_layers").set_value([1]).run()

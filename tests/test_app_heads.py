@@ -40,6 +40,7 @@ def test_the_named_head_is_selected_and_followed(page, populated):
     assert asked.items() >= RUN.items()
 
 
+@pytest.mark.slow
 def test_a_chosen_passage_leads_to_attention_with_its_query_held(page, populated):
     found = heads.passages(Source(populated), Link("heads", RUN)).table
     at = page(populated, **RUN, prompt=found["prompt"][3], lock=str(found["lock"][3]))

@@ -107,6 +107,7 @@ LOOKS = [
 """Pages, and what must be right there for the keys of one part to be read at all; comparisons read those of both models."""
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "right", "turn"),
     [

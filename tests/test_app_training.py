@@ -42,6 +42,7 @@ def test_no_part_breaks_on_any_folder(page, folders, kind, show):
         assert charts(at)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("show", PARTS[:2])
 def test_two_runs_are_compared_in_every_part(page, populated, show):
     at = page(populated, a="text-denseformer-s0", b="text-denseformer-s1", compare=1, show=show)
@@ -50,6 +51,7 @@ def test_two_runs_are_compared_in_every_part(page, populated, show):
     assert all("A: DenseFormer" in chart.spec for chart in charts(at))
 
 
+@pytest.mark.slow
 def test_a_choice_is_written_to_the_address_and_a_deep_link_reaches_it(page, populated):
     at = page(populated, a=A)
     at.button_group(key="w_show").set_value("gradients").run()

@@ -72,6 +72,7 @@ def mine(code, imported, module, tmp_path):
     return Run.open(shutil.copytree(imported.path, tmp_path / "runs" / "mine"))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_run_of_own_code_computes_what_the_module_does_and_is_recognised(mine, module, monkeypatch):
     monkeypatch.setenv(BUILDERS, "another:one, own_code:build")

@@ -122,6 +122,7 @@ def test_narrow_types_and_autocast_are_as_good_as_the_plain_form(dtype):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(
     ("architecture", "per_token"),
     [*((name, True) for name in TOGETHER), ("transformer", False), ("denseformer", False)],

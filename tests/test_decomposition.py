@@ -28,9 +28,8 @@ def awake(awake):
 # ---- completeness ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_parts_sum_to_every_stream_and_to_the_logits(awake, architecture):
-    model, ids = awake(architecture), tokens()
+def test_parts_sum_to_every_stream_and_to_the_logits(awake, any_architecture):
+    model, ids = awake(any_architecture), tokens()
     logits, cache = model.run_with_cache(ids)
     for by in ("layer", "head", "value_path"):
         for layer in range(4):
@@ -46,9 +45,8 @@ def test_parts_sum_to_every_stream_and_to_the_logits(awake, architecture):
         torch.testing.assert_close(found.parts.sum(0), normalised, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_finer_parts_sum_to_coarser_ones(awake, architecture):
-    model, ids = awake(architecture), tokens()
+def test_finer_parts_sum_to_coarser_ones(awake, any_architecture):
+    model, ids = awake(any_architecture), tokens()
     layers, heads, paths = (decompose(model, ids, by=by) for by in ("layer", "head", "value_path"))
     assert layers.labels == ["embed", *(f"{n}_{kind}_out" for n in range(3) for kind in ("attn", "mlp"))]
     for n in range(3):
@@ -113,9 +111,8 @@ def test_a_part_is_how_far_the_stream_moves_with_its_output_alone(awake, archite
         torch.testing.assert_close(found.whole - without, found[label], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, architecture):
-    model, ids = awake(architecture), tokens()
+def test_a_value_path_is_what_a_head_loses_when_that_branch_is_silenced(awake, any_architecture):
+    model, ids = awake(any_architecture), tokens()
     _, cache = model.run_with_cache(ids)
     found = decompose(model, cache, by="value_path")
     scale = model.stream_paths(3, cache=cache)
@@ -161,6 +158,7 @@ def test_logits_of_tokens_and_their_differences(awake):
     torch.testing.assert_close(every.parts[..., 7], decompose(model, ids, "logits", tokens=7).parts)
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [*((name, torch.bfloat16) for name in [*TOGETHER, "value_gate_query"]), ("denseformer", torch.float32)],

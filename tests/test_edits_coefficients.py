@@ -50,6 +50,7 @@ def test_present_coefficients_are_those_of_the_papers(tiny):
     assert dense == ["first", "source.1", "own"]
 
 
+@pytest.mark.fast(7)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("architecture", "edits"),

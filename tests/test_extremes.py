@@ -87,6 +87,7 @@ CASES = [("profile", name) for name in EXTREMES] + [
 ]  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("form", "extreme"), CASES[::5])
 def test_a_figure_of_extreme_records_shows_all_it_draws(form, extreme):
     given = EXTREMES[extreme] | ({"heads": 4} if form == "heads" else {})

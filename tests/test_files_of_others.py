@@ -92,6 +92,7 @@ def safetensors(model, folder):
     return path
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", [metas_folder, llama2_c, safetensors])
 def test_metas_llama_layout_computes_what_metas_code_computes(form, tmp_path):
     model = Llama() if form is llama2_c else Llama(eps=1e-3, theta=500.0)

@@ -31,6 +31,7 @@ def vanilla(tiny):
     return tiny(config={"n_key_value_heads": 2})
 
 
+@pytest.mark.slow
 def test_nanogpt_files_of_llamas_open_with_step_and_settings(tiny, tmp_path):
     model = tiny()
     torch.save(nanogpt(model), tmp_path / "ckpt.pt")
@@ -42,6 +43,7 @@ def test_nanogpt_files_of_llamas_open_with_step_and_settings(tiny, tmp_path):
     assert loaded.config.n_ctx == 128
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("bias", "mask"), [(True, False), (False, True)])
 def test_nanogpt_files_of_gpt2s_compute_the_same_in_transformers(tmp_path, bias, mask):
     gpt = GPT(bias=bias, mask=mask).eval()
@@ -123,6 +125,7 @@ def test_nanochat_files_are_read_with_their_meta_and_refused_as_models(tmp_path)
         workbench.load(tmp_path / "model_000500.pt")
 
 
+@pytest.mark.slow
 def test_denseformers_files_open_and_their_averages_are_recognised(tiny, tmp_path):
     model = tiny("denseformer", dilation=2, period=1)
     container = {"model": llama_tensors(model), "optimizer": adam_of(model), "scheduler": {"last_epoch": 9}, "itr": 9}

@@ -162,6 +162,7 @@ def test_experiments_at_found_positions(spread):
     assert {row["layer"] for row in uniform} == {0, 1}
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """Documents of one row are judged alone, with positions of their own."""
     ids = [torch.randint(2, 23, (n,), generator=torch.Generator().manual_seed(n)) for n in (40, 30)]

@@ -262,6 +262,7 @@ def test_bad_prompts_are_refused(tiny):
 # ---- hooks, modes, precision -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("architecture", "point"),
     [

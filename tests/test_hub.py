@@ -73,6 +73,7 @@ def test_revisions_that_name_steps_are_a_series(cache):
     assert identify("lab/tiny-model@step*", 10).step == identify("lab/tiny-model@step10").step == 10
 
 
+@pytest.mark.slow
 def test_an_import_is_named_by_the_repository(cache, tmp_path):
     with pytest.warns(ObservedInstead):
         run = import_run("lab/tiny-model@step*", tmp_path / "runs")

@@ -52,6 +52,7 @@ def test_both_spellings_of_the_type_are_read_and_weights_are_float32_unless_aske
     assert logging.is_progress_bar_enabled(), "as it was before"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_directories_with_pickled_weights_open(tmp_path, sharded):
     llama = hugging_face()
@@ -86,6 +87,7 @@ def test_mistral_opens_natively_where_its_window_covers_the_context(tmp_path):
         workbench.load(tmp_path, architecture="transformer")
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kind", "config", "changes", "reason"),
     [
@@ -105,6 +107,7 @@ def test_what_the_decoder_does_not_compute_becomes_its_own_librarys_module_aloud
     assert list(model.source["sha256"]) == ["model.safetensors"]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.module."])
 def test_gpt2_directories_are_observed_whatever_wrapped_the_model_when_it_was_saved(tmp_path, prefix):
     torch.manual_seed(0)
@@ -251,6 +254,7 @@ def with_rotation(folder, changes):
     return folder
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -257,6 +257,7 @@ def test_masks_are_told_by_what_they_hide(mask, causal, window, told):
     assert mask_kind(mask, causal, 6, window) == told
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("form", ["of each head", "of all heads", "of each text", "bias", "rows of nothing", "none"])
 def test_statistics_under_a_mask_are_those_of_the_whole_pattern(form):
     """300 positions: more than one strip of queries; two heads read each key-value head."""

@@ -38,6 +38,7 @@ def test_token_means_by_hand(tiny):
     assert means.seen(torch.tensor([[3, 4, 5]])).tolist() == [[True, False, True]]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("architecture", ["transformer", "neutreno", "denseformer", "svformer"])
 def test_rows_stand_where_the_site_is(tiny, architecture):
     frame = ablate(tiny(architecture))

@@ -15,6 +15,7 @@ from workbench.models import compose
 # ---- cached and uncached are one -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize(("architecture", "options", "config"), EVERY, ids=NAMES)
 def test_cached_decoding_equals_the_full_pass(awake, architecture, options, config):
     model = awake(architecture, dtype=WIDE, config=config, **options)
@@ -58,6 +59,7 @@ def elements(name, options, L, D):
     return (keys + values) * D
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize(("architecture", "options", "config"), EVERY, ids=NAMES)
 def test_bytes_held_equal_the_formula_and_the_storage(tiny, architecture, options, config):
     model = tiny(architecture, config=config, **options)

@@ -193,6 +193,7 @@ def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):
     model(torch.arange(6), return_type="loss").backward()
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(
     ("architecture", "pickled"),
     [*((name, False) for name in TOGETHER), ("transformer", True), ("cross_layer_all", True)],

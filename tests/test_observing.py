@@ -13,6 +13,7 @@ from workbench.kernels.reference import statistics_of
 from workbench.names import STATISTICS
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("name", STRANGERS)
 @torch.no_grad()
 def test_no_bit_of_the_output_changes_and_what_is_shown_is_what_the_module_computes(name, ids):

@@ -122,6 +122,7 @@ def flash(kernels, call):
     return large(GPT(attend=attend))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", FLASH)
 def test_flash_kernels_are_read_where_their_functions_end(name, ids, monkeypatch):
     """Held against a stand-in: the kernels themselves need a GPU."""

@@ -102,6 +102,7 @@ def tokens(batch, length=12, seed=3):
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.fast(3)
 @torch.no_grad()
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES))[::3])
 def test_heads_before_the_sequences_are_read_as_after_them(number, case):

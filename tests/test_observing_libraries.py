@@ -74,6 +74,7 @@ def hugging_face(kind, implementation):
     return large(transformers.LlamaForCausalLM(config))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("kind", "implementation"), [("llama", "sdpa"), ("gpt2", "eager")])
 @torch.no_grad()
 def test_hugging_face_models_need_no_adapter(kind, implementation, ids):

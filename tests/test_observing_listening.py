@@ -49,6 +49,7 @@ def logits_with(observed, ids, *hooks):
         return observed(ids)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -234,6 +235,7 @@ def test_a_recorder_over_an_observed_module_leaves_nothing_after_an_interrupt(id
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_in_several_threads_and_plain_calls_of_the_same_module_meanwhile_are_their_own(ids):
     models = [see(large(STRANGERS[name]()), ids) for name in ("fused", "F.softmax")]
     plain = [observed.foreign(ids)[0].detach() for observed in models]
@@ -306,6 +308,7 @@ def _again(forward, options):
     return lambda *args: checkpoint(forward, *args, **options)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("point", "part", "reentrant"),
     [

@@ -30,6 +30,7 @@ def masked(mask):
     return lambda q, k, v, layer: F.scaled_dot_product_attention(q, k, v, attn_mask=mask).nan_to_num()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", MASKS)
 @torch.no_grad()
 def test_other_masks_are_named_and_their_statistics_exact(kind, ids):

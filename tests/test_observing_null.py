@@ -34,6 +34,7 @@ def with_null(form):
     return attend
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", ["first", "shifted", "off by one"])
 @torch.no_grad()
 def test_what_goes_to_no_key_is_a_part_of_its_own(form, ids):

@@ -140,6 +140,7 @@ PATHS = (
 """Strangers whose attention, value path or stream is taken apart in a way of its own."""
 
 
+@pytest.mark.fast(4)
 @torch.no_grad()
 @pytest.mark.parametrize("name", PATHS)
 def test_parts_sum_to_the_logits_of_strangers(name, ids):
@@ -179,6 +180,7 @@ def test_each_part_is_what_plain_torch_says(ids):
     torch.testing.assert_close(found["bias"], bias, atol=1e-9, rtol=0)
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize("words", ENDINGS)
 def test_ends_of_every_kind_are_gone_through(words, ids):
@@ -190,6 +192,7 @@ def test_ends_of_every_kind_are_gone_through(words, ids):
     sums(observed, ids)
 
 
+@pytest.mark.fast(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_that_norm_scale_recall_or_write_over_are_taken_apart(name, ids):

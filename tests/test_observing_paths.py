@@ -141,6 +141,7 @@ class Decoder(nn.Module):
 FORMS = ("parameter", "rows", "columns", "low rank", "low rank by function")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("tables", "skip"), [(form, ((), (0,))[number % 2]) for number, form in enumerate(FORMS)])
 @torch.no_grad()
 def test_tables_of_values_are_found_by_their_ids_wherever_they_are_looked_up(tables, skip):
@@ -171,6 +172,7 @@ def test_an_edit_of_the_embedding_changes_no_table():
 # ---- names of ordinary decoders -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("form", "mixes"),
     [("sandwich", False), ("parallel", True), ("module scaled adds", False)],
@@ -180,6 +182,7 @@ def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes
     assert (observed.architecture, observed.notes) == ("resformer" if mixes else "transformer", [])
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("gate", "w_o", "architecture", "note"),
     [

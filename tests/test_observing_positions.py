@@ -55,6 +55,7 @@ def check(found, pattern, tokens, v):
         torch.testing.assert_close(found[name], true, msg=name)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("before", "after", "attend"), [(2, 1, None), (3, 0, eagerly("torch"))])
 @torch.no_grad()
 def test_registers_are_told_from_tokens_and_get_a_share_of_their_own(attend, before, after, ids):
@@ -80,6 +81,7 @@ def plain_logits(module, ids, tokens):
     return module(ids)[:, before : before + ids.shape[1] - 1].flatten(0, 1)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
 def test_keys_of_a_prefix_are_no_tokens(fused, ids):
@@ -99,6 +101,7 @@ def with_means(x):
     return torch.cat((x, x[:, :, : 4 * n].unflatten(2, (n, 4)).mean(3)), 2)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
 def test_the_number_of_keys_that_are_no_tokens_may_grow_with_the_tokens(fused, ids):
@@ -125,6 +128,7 @@ def test_the_number_of_keys_that_are_no_tokens_may_grow_with_the_tokens(fused, i
         check(found, pattern, slice(0, t), v)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", ["fused", "eager"])
 @torch.no_grad()
 def test_sequences_in_one_row_are_shown_one_by_one(form, ids):

@@ -50,6 +50,7 @@ FORMS = {
 }
 
 
+@pytest.mark.fast(3)
 @torch.no_grad()
 @pytest.mark.parametrize("attend", [*FORMS.values(), keys_first], ids=[*FORMS, "keys first"])
 def test_scores_are_read_in_any_order_of_batch_head_query_and_key(attend, ids):
@@ -124,6 +125,7 @@ LEAST = torch.finfo(torch.float32).min
 CAUSAL_BIAS = torch.where(BEFORE, 0.0, LEAST).repeat(2, 1, 1, 1)
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("case", "fused"), [("an empty row", True), ("left padding", False), ("a static cache", True)])
 def test_masks_of_padding_and_static_caches_are_read_as_the_module_applies_them(case, fused, ids):

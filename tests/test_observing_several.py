@@ -34,6 +34,7 @@ def projected(module, ids, *names):
     return [kept[n] for n in names]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_both_attentions_of_a_difference_and_the_difference_itself(form, ids):
@@ -65,6 +66,7 @@ def test_both_attentions_of_a_difference_and_the_difference_itself(form, ids):
     assert decompose(observed, ids, "logits", "head").error < 1e-9
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("make", [Groups, ListOfHeads])
 @torch.no_grad()
 def test_heads_in_groups_or_modules_of_their_own_are_heads_of_one_attention(make, ids):
@@ -110,6 +112,7 @@ def test_two_attentions_with_a_matrix_each_are_one_block_with_a_stream(ids):
     assert workbench.measure(observed, "hidden_norm", ids)["layer"].nunique() == LAYERS + 1
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", ["two softmaxes", "halves of values"])
 @torch.no_grad()
 def test_each_attention_can_be_changed_and_all_together_only_read(form, ids):

@@ -67,6 +67,7 @@ def sweep():
     del sys.modules["prompt_sizes"]
 
 
+@pytest.mark.fast(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODULES)
 def test_a_prompt_of_any_size_shows_what_its_sequences_show_in_a_longer_one(name, ids, sweep):
@@ -78,6 +79,7 @@ def test_a_prompt_of_any_size_shows_what_its_sequences_show_in_a_longer_one(name
     assert not refused
 
 
+@pytest.mark.slow
 def test_an_example_of_any_size_is_read_alike(ids):
     module = large(GPT(attention=Normed))
     plain = see(module, ids)
@@ -89,6 +91,7 @@ def test_an_example_of_any_size_is_read_alike(ids):
         assert torch.equal(found[hook], expected[hook]), hook
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_measures_do_not_depend_on_how_many_sequences_are_run_at_once():
     prompts = torch.randint(VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(2))

@@ -45,6 +45,7 @@ def test_what_the_attention_reads_is_no_stream_where_additions_stand_outside(mak
     assert workbench.measure(observed, "value_norm", ids)["layer"].nunique() == LAYERS
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("block", [None, Scaled])
 @torch.no_grad()
 def test_a_block_without_attention_keeps_its_number_and_shows_its_stream(block, ids):
@@ -90,6 +91,7 @@ def test_a_pattern_that_is_none_on_other_tokens_is_told_when_it_comes(ids):
         observed.run_with_cache(ids[:, :20], names_filter=point)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", ["eager", "fused"])
 def test_a_sink_that_is_folded_in_after_the_attention_is_one_of_its_rows(form, ids):
     observed = see(large(GPT(attend=sinking(form))), ids)

@@ -15,6 +15,7 @@ from torch import nn
 from workbench.models.decomposition import decompose
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("form", [None, "baddbmm"])
 def test_hidden_lambdas_come_back_to_a_millionth(form, ids):
     observed = see(large(GPT(LAMBDAS, eagerly(form)) if form else GPT(LAMBDAS)), ids)
@@ -62,6 +63,7 @@ def awake(tiny, architecture, **options):
     return model
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("architecture", "named"),
     [*((name, name) for name in (
@@ -92,6 +94,7 @@ def test_attention_residuals_are_named_and_taken_apart_as_from_inside(tiny, opti
         assert rows["spread"].min() > 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_mixed_queries_and_keys_are_told_behind_their_rotation(tiny, name, ids):
     """Coefficients come from positions that are not turned and are checked by the lengths of all others."""
@@ -166,6 +169,7 @@ def test_sparse_mixing_sharing_and_mere_scaling_are_told_apart(ids):
     assert scaled.architecture == "unknown"
 
 
+@pytest.mark.slow
 def test_several_layers_and_heads_with_coefficients_of_their_own(ids):
     dense = see(large(GPT(attention=DenselyMixed)), ids).value_paths()
     found = dense[dense["layer"] == 2].set_index("source")["coefficient"]
@@ -194,6 +198,7 @@ def test_a_copy_observes_the_copied_module(ids):
 # ---- mixed where it does not show -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", list(MIXED)[::3])
 @torch.no_grad()
 def test_a_mixture_is_told_wherever_it_is_made(name, ids):

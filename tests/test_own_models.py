@@ -68,6 +68,7 @@ def test_another_librarys_model_becomes_a_run_that_computes_what_it_did(another)
         export(run.load(), run.path / "out")
 
 
+@pytest.mark.slow
 def test_another_librarys_run_is_measured_once_and_kept(another, monkeypatch):
     run, _ = another
     ids = torch.randint(270, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -95,6 +96,7 @@ def test_steps_of_different_shapes_are_no_series(another, tmp_path):
     assert not (tmp_path / "runs" / "odd").exists()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED[::2])
 def test_pages_show_another_librarys_model(another, browse, page, address, figures):
     """Two of its steps beside each other; `test_builders.py` looks at one alone."""

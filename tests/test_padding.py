@@ -121,6 +121,7 @@ def alone():
     return [workbench.measure(model, METRICS_COMPARED, row[None]) for row in documents()]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("side", "how"),
     [

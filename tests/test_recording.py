@@ -75,6 +75,7 @@ def test_a_weight_of_zero_has_no_update_ratio(tmp_path):
     assert rows(tmp_path / "r", "update_ratio")["value"].isna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "observed"])
 def test_what_is_recorded_is_what_measure_says(tiny, gpt, tmp_path, kind):
     """Concentration, norms and drains on the batch trained on, per layer and head; the loop of the observed calls the module itself."""

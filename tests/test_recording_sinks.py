@@ -77,6 +77,7 @@ def test_wandb_gets_an_offline_run_where_none_is_open(gpt, tmp_path, monkeypatch
     assert [row["workbench/gradient_norm/all"] for row in history] == pytest.approx(list(kept))
 
 
+@pytest.mark.slow
 def test_a_wandb_run_of_the_loop_is_written_to_and_stays_open(gpt, tmp_path, monkeypatch):
     import wandb
 

@@ -34,6 +34,7 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
         assert f">{story.verdict.words}<" in article[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shortest", "says"), [([None, 4], "In some of these runs")])
 def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, says):
     for path, drawn in zip(sorted(populated.glob("race-*"))[:2], shortest, strict=True):

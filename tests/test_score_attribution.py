@@ -226,6 +226,7 @@ CHANGED = {  # families whose softmax is not that of q . k over all earlier keys
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("family", CHANGED)
 @pytest.mark.parametrize("layer", [0, 1])  # of Gemma 2 and gpt-oss: behind the window, and all keys
 def test_a_soft_cap_a_window_and_a_sink_logit_leave_the_score_a_sum(family, layer):

@@ -132,6 +132,7 @@ def models(trained):
     return ship(study, root / "small.toml", root / "runs", root / "models", questions=["sinks"], weights=[0, 4])
 
 
+@pytest.mark.slow
 def test_weights_ship_in_half_the_bytes_and_are_what_the_records_are_of(trained, models, tmp_path):
     (root, study), place = trained, models
     run, original = (Run.open(folder / "small-transformer-s0") for folder in (place, root / "runs"))
@@ -283,6 +284,7 @@ MODELS = {
 """SHA-256 of the weights of all steps of a shipped model, one after the other."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_shipped_models_are_the_ones_that_were_measured_and_have_learned(architecture):
     run = Run.open(SHIPPED / "models" / f"models-{architecture}-s0")

@@ -59,6 +59,7 @@ def test_a_matrix_holds_the_cached_activations_of_our_models(name):
     assert np.allclose(every[1], X, atol=1e-6)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_matrix_holds_the_cached_activations_of_observed_models(family):
     model = workbench.observe(family_model(family), IDS, quiet=True)
@@ -189,6 +190,7 @@ def test_probes_are_those_of_the_measures():
         SoftmaxProbe().fit(X, y % 2)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", FIVE)
 def test_heads_have_features_of_the_measures(name):
     table = head_features(model_of(name), TOKENS)

@@ -83,6 +83,7 @@ ODD = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("kind", "column", "values"),
     [("telemetry", "value", ["x"]), *(("records", c, v) for c, many in ODD.items() for v in many)],

@@ -51,6 +51,7 @@ def one_round(monkeypatch):
     monkeypatch.setattr(throughput, "ROUNDS", 1)
 
 
+@pytest.mark.slow
 def test_tokens_over_seconds_and_the_ratio_of_a_round_are_medians_without_the_first(tiny, clock):
     clock([90.0, 90.0, 7.0, 1.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     frame = measure(tiny("resformer"), "throughput", some_ids())

@@ -66,6 +66,7 @@ def test_a_choice_is_written_into_the_address_and_nothing_else(monkeypatch, told
     assert found == ([] if written is None else [written])
 
 
+@pytest.mark.slow
 def test_the_prompt_page_colours_its_tokens_by_surprise(browse, populated):
     at = browse(populated, "prompt", a="text-resformer-s0", prompt="return values now", position="3")
     (strip,) = strips(at)

@@ -120,6 +120,7 @@ def test_a_run_from_before_a_key_came_is_still_its_own(tmp_path):
         start(tmp_path, recipe=RECIPE.replace(lr_factors={"blocks.0.*": 2}))
 
 
+@pytest.mark.slow
 def test_architectures_of_one_seed_start_and_learn_from_the_same(tmp_path):
     models = {a: dict(build(a, MODEL.replace(n_heads=4), seed=5).named_parameters()) for a in ARCHITECTURES}
     for tensors in models.values():

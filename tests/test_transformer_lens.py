@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 from lensed import AVERAGED, WIDE, close, tokens
-from seams import TOGETHER
 from transformer_lens.tools.analysis import direct_logit_attribution, logit_lens
 from transformer_lens.utilities import get_act_name
 
@@ -28,10 +27,9 @@ def awake(awake):
 # ---- decompositions of the stream ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", TOGETHER)
-def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architecture):
-    model, ids = awake(architecture), tokens()
-    normed = {"sandwich_norm", "post_norm"} & set(architecture.split("+"))  # their outputs, behind W_O and the MLP
+def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, any_architecture):
+    model, ids = awake(any_architecture), tokens()
+    normed = {"sandwich_norm", "post_norm"} & set(any_architecture.split("+"))  # their outputs, behind W_O and the MLP
     _, cache = model.run_with_cache(ids)
     for layer in (1, 2, None):
         stream = cache[stream_hook(3 if layer is None else layer, 3)]
@@ -65,6 +63,7 @@ def test_their_decompositions_sum_to_the_stream_and_equal_ours(awake, architectu
     close(cache.get_full_resid_decomposition(1, mlp_input=True, **whole).sum(0), cache["resid_mid", 1])
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("architecture", ["transformer", *AVERAGED])
 def test_decompositions_scale_project_and_slice_as_theirs(awake, architecture):
     """The final norm's scale, a projection and a position commute with the weights on the way."""
@@ -145,6 +144,7 @@ def test_tokens_may_be_texts(awake):
 # ---- known traps -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(2)
 def test_an_edit_in_place_is_the_same_as_an_edit_returned(awake, some_architecture):
     """Patching edits in place; layers that share a tensor, the history of averages and parameters must not hear of it."""
     model, ids = awake(some_architecture), tokens(5)

@@ -134,6 +134,7 @@ def test_it_is_stored_with_what_it_was_fitted_on(awake, tmp_path, monkeypatch):
         logit_lens(awake(config={"n_layers": 2}), some_ids(9), tuned=lens)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("family", ["GPT2", "Qwen3", "GPTNeoX", "Gemma2"])
 def test_observed_decoders_have_a_tuned_lens(family):
     kind = getattr(transformers, f"{family}ForCausalLM", None) or transformers.GPT2LMHeadModel

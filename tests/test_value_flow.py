@@ -57,6 +57,7 @@ def lengths(pattern, vectors, w_o):
     return found
 
 
+@pytest.mark.fast(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", MADE)
 def test_readers_get_what_plain_torch_says(tiny, name):
@@ -109,6 +110,7 @@ def test_several_vectors_that_a_later_layer_sums_are_measured_as_one(tiny):
     assert (rows.loc["together", "amount"].to_numpy() <= apart).all()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_observed_model_is_followed_as_our_own():
     ids = some_ids()

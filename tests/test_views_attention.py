@@ -85,6 +85,7 @@ def test_a_window_is_that_piece_of_the_map_with_its_tokens_named(ask):
     assert len(drawing.table) == 12
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_pooled_and_a_window_of_it_refines_to_single_weights(ask):
     tokens = len(Run.open(ask.folder / "long-resformer-s0").load().tokenizer.encode(LONG))
     assert tokens > attention.CELLS
@@ -185,6 +186,7 @@ def test_what_is_not_there_is_refused_by_name(ask, options, error, word):
         drawn(ask, "weights", link(**options))
 
 
+@pytest.mark.slow
 def test_markup_in_a_prompt_stays_text_in_every_figure(ask):
     of = link(prompt="<b>x</b> **y** $z$ <img src=x onerror=alert(1)>", lock=4)
     for _, drawing in drawings(ask, of):

@@ -100,6 +100,7 @@ def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_a
     assert set(start.identity_share(resting, link("demo")).table["architecture"]) >= {"transformer", "resformer"}
 
 
+@pytest.mark.slow
 def test_the_story_draws_the_race_what_values_carry_and_the_heads(ask):
     race = start.race(ask, link("demo"))
     assert set(race.table["metric"]) == {"copy_loss"}

@@ -52,6 +52,7 @@ def test_values_are_told_apart_and_the_token_is_found_in_the_first_layer(source)
     assert "by construction" in identity.sentence
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["lens", "values", "identity"])
 def test_maps_of_two_models_share_a_scale_and_subtract(source, name):
     figure = drawn(source, name, compare=1, b="text-transformer-s0").figure

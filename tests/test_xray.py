@@ -200,6 +200,7 @@ def a_run(tmp_path_factory):
     return train("transformer", RepeatedData(), name="x", runs=root, model=shape, train=recipe, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_run_is_xrayed_into_one_offline_page(a_run, tmp_path):
     found = xrays.xray(a_run.path, n=8)
     assert [a.question[:4] for a in found.answers] == ["Conc", "Atte", "Toke", "Loss"]
