@@ -8,7 +8,7 @@ import re
 import shlex
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,12 @@ import streamlit as st
 from workbench import plots
 from workbench.environment import BUILDERS, variable
 from workbench.errors import WorkbenchError
+from workbench.plots.compare import AXES
 from workbench.plots.image_export import find_browser
+from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
+from workbench.views.follow import number
 from workbench.views.source import OF_PROMPTS, checkpoint_key
 from workbench.views.writing import caption_of, picture
 
@@ -140,9 +143,13 @@ _sent: WeakKeyDictionary[Drawing, tuple[str, str, bytes]] = WeakKeyDictionary()
 
 
 def chart(
-    drawing: Drawing, key: str, take: element.Take | None = None, corner: Callable[[], None] | None = None
-) -> None:
-    """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title."""
+    drawing: Drawing, key: str, take: element.Take | None = None, corner: Callable[[], None] | None = None,
+    single: Sequence[tuple[str, str, str]] = (),
+) -> None:  # fmt: skip
+    """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title.
+
+    `single`: name, number and interval of each model, which are shown in place of a figure of one number each.
+    """
     if drawing not in _sent:
         figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's own colours
         _sent[drawing] = (*plots.untitled(figure), element.packed_figure(figure, take is not None))
@@ -153,14 +160,21 @@ def chart(
         if corner is not None:
             corner()
     if under:
-        parts = under.split("; ")
+        parts = [part for part in under.split("; ") if not (single and part.startswith("pale bars"))]
         with st.container(horizontal=True, gap="xsmall", vertical_alignment="center", key=f"under_{key}"):
             if rest := "; ".join(p for p in parts if not CHIP.fullmatch(p)):
                 st.caption(widgets.typeset(rest), width="content")
             for part in filter(CHIP.fullmatch, parts):
                 about = next(words for begin, words in CHIPS.items() if begin in part)
                 st.badge(part.removesuffix(" per model"), color="gray", help=about)
-    element.draw_figure(packed, key, take)
+    if not single:
+        element.draw_figure(packed, key, take)
+        return
+    with st.container(horizontal=True, key=f"numbers_{key}"):
+        for name, value, interval in single:
+            with st.container(border=True, width="content"):
+                st.metric(widgets.escaped(name), value)
+                st.caption(widgets.typeset(interval))
 
 
 def _with_menu(
@@ -168,10 +182,29 @@ def _with_menu(
 ) -> None:
     name = view.__name__
     with st.container(key=f"whole_{name}", gap=None):
-        chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about))
+        single = _single_values(drawing.table) if view is depth.layers and not link.on("compare") else []
+        chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about), single)
         if drawing.sentence:
             st.markdown(widgets.typeset(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table, problems))
+
+
+def _single_values(table: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """Return name, number and interval of each model if records have one number for each; else nothing."""
+    rows = table[table["control"].isna() & (table["step"].isna() | (table["step"] == table["step"].max()))]
+    if any(rows[axis].nunique(dropna=False) > 1 for axis in (*AXES, "step")):
+        return []
+    values = []
+    for name in plots.ordered(rows["architecture"]):
+        of, unit = rows[rows["architecture"] == name], rows["unit"].iloc[0]
+        seeds = of.groupby("seed", dropna=False)["value"].mean().astype(float)
+        mean, about = over_seeds(seeds), "no interval"
+        if mean.n > 1:
+            about = f"{confidence()} interval over {mean.n} seeds: {mean.low:.3g} to {mean.high:.3g}"
+        elif of["se"].notna().any():
+            about = f"± {of['se'].mean():.3g}, standard error over documents, 1 seed"
+        values.append((plots.label(name), f"{number(mean.value)} {unit}", about))
+    return values
 
 
 def files(views: dict[str, View], link: Link) -> None:

@@ -27,11 +27,14 @@ def main() -> None:
         screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
         title = f"{described.title}{TAB}"
         pages[name] = st.Page(screen, title=title, icon=icon, url_path=name, default=name == "start")
-    kept = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")
-    page = st.navigation([*pages.values(), kept], position="hidden")
+    pages["kept"] = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")
+    page = st.navigation(list(pages.values()), position="hidden")
+    st.session_state["page"] = page.url_path or "start"
+    if widgets.SAME_PAGE in st.query_params:
+        widgets.update_url(**{widgets.SAME_PAGE: None})
     with st.sidebar:
         st.subheader("workbench", anchor=False)
-        st.session_state["navigation"] = st.container(), pages | {"kept": kept}
+        st.session_state["navigation"] = st.container(), pages
     widgets.warn_of_unknown_keys()
     page.run()
     catalogue, listed = cached_source().catalogue(), cached_source().listed()

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import streamlit as st
 
+from workbench.checkpoints.identify import RUN_FILE
 from workbench.errors import WorkbenchError
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.views.source import import_model, measure_metrics
 
 from . import background, widgets
-from .cached_source import root
+from .cached_source import cached_source, root
 
 MIN_TEXT = 200  # characters of a text to measure on
 
 
-def open_box(*, expanded: bool) -> None:
-    """A box that imports a checkpoint as a run and shows it."""
-    with st.expander("Open a model of yours", icon=":material/upload_file:", expanded=expanded):
-        label, example = "Folder, file, or name of a cached Hub model", "/models/checkpoint.pt or gpt2"
-        path = st.text_input(label, key="open_path", placeholder=example)
-        st.caption(f"Files are read, never run. The model becomes a run in {widgets.escaped(root())}.")
-        if st.button("Open", key="open_model", disabled=not path.strip()):
-            st.session_state["opening"] = path.strip()
-        if (asked := st.session_state.get("opening")) is None:
-            return
-        work = partial(import_model, asked, root())
-        try:
-            run: Run = background.run(("open", asked), f"Importing {asked}", work)
-        except background.Running:
-            return
-        except WorkbenchError as error:
-            st.warning(widgets.escaped(error))
-        else:
-            widgets.update_url(a=run.name, set=None, step=None, models=None, show="model")
-            st.session_state["opening"] = None
-            st.rerun()
+def open_box() -> None:
+    """A line that imports a checkpoint as a run and shows it."""
+    with st.form("open_form", border=False), st.container(horizontal=True, vertical_alignment="bottom"):
+        label, example = (
+            "Open a model of yours: folder, file, or name of a cached Hub model",
+            "/models/checkpoint.pt or gpt2",
+        )
+        path = st.text_input(
+            label, key="open_path", placeholder=example,
+            help=f"Files are read, never run. The model becomes a run in {widgets.escaped(root())}.",
+        ).strip()  # fmt: skip
+        if st.form_submit_button("Open", key="open_model", icon=":material/upload_file:") and path:
+            st.session_state["opening"] = path
+    if (asked := st.session_state.get("opening")) is None:
+        return
+    place, entries = Path(asked).expanduser().resolve(), cached_source().catalogue().entries
+    name = next((e.name for e in entries if asked == e.name or place == Path(e.path).resolve()), None)
+    try:
+        name = name or background.run(("open", asked), f"Importing {asked}", partial(import_model, asked, root())).name
+    except background.Running:
+        return
+    except WorkbenchError as error:
+        st.warning(widgets.escaped(error))
+        before = [e for e in entries if e.imported and Run.open(e.path).info["imported"]["from"] == asked]
+        for e in before:
+            widgets.page_link(
+                "start", f"Imported before: {e.name}", ":material/radiology:", a=e.name, set=e.group, show="model"
+            )
+        if place.exists() and not before:
+            is_run, path = (place / RUN_FILE).exists(), shlex.quote(str(place))
+            st.caption(
+                "To show it with the runs of its folder:" if is_run else "In a terminal, with --name or other options:"
+            )
+            parent = shlex.quote(str(place.parent))
+            command = f"app --runs {parent}" if is_run else f"import {path} --runs {shlex.quote(str(root()))}"
+            st.code(f"workbench {command}", language=None, wrap_lines=True)
+    else:
+        widgets.update_url(a=name, set=None, step=None, models=None, show="model")
         st.session_state["opening"] = None
+        st.rerun()
+    st.session_state["opening"] = None
 
 
 def measure_box(

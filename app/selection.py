@@ -62,8 +62,12 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
             link = link.but(compare=None, b=None, step_b=None)
     if group is not None and uses == "models" and not ready:
         link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
-    # Depth adds the other seeds
-    if link.on("compare") and page != "depth" and len({s.entry.architecture for s in source.subjects(link)}) > 1:
+    # Depth and Training add the other seeds
+    if (
+        link.on("compare")
+        and page not in ("depth", "training")
+        and len({s.entry.architecture for s in source.subjects(link)}) > 1
+    ):
         st.badge(ONE_SEED, icon=":material/warning:", color="orange")
     return link if groups else None
 

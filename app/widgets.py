@@ -24,13 +24,24 @@ SHARED = ("layer", "head", "target", "against", "metric", "variant", "position",
 """Keys with one meaning on several pages, besides those of every page."""
 OF_ONE_PAGE = {k for k in KEYS if sum(k in page.keys for page in PAGES.values()) > 1} - {*SHARED}
 """Keys whose meaning depends on the page."""
+SAME_PAGE = "go"
+"""Key of links to the page itself, for which Streamlit leaves the address as it is; `main.py` writes the address and removes the key."""
 MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of an ignored option
 FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 
+LONG = re.compile(r"(?<![\w./])\d{1,3}\.\d+(?![\d.]*[\w/])")
+"""A decimal that may have more than three significant digits; arXiv numbers and versions are none."""
+
+
 def typeset(text: object) -> str:
-    """A sentence escaped for Markdown, with true minus signs."""
-    return escaped(re.sub(r"(?<![\w.)])-(?=[\d.])", "−", str(text)))
+    """A sentence escaped for Markdown, with at most three significant digits and true minus signs."""
+
+    def rounded(found: re.Match[str]) -> str:
+        digits = found[0].replace(".", "").lstrip("0")
+        return found[0] if len(digits) < 4 else f"{float(found[0]):{'.3g' if float(found[0]) < 999.5 else '.0f'}}"
+
+    return escaped(re.sub(r"(?<![\w.)])-(?=[\d.])", "−", LONG.sub(rounded, str(text))))
 
 
 def spaced(name: str) -> str:
@@ -202,8 +213,9 @@ def warn_of_unknown_keys() -> None:
 def page_link(
     page: str, label: str, icon: str, about: str | None = None, *, target: st.Page | None = None, **changes: str
 ) -> None:
-    """A link to another page that keeps the selection, with some options changed."""
+    """A link to a page that keeps the selection, with some options changed."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
+    carried |= {SAME_PAGE: "1"} if page == st.session_state.get("page") else {}
     st.page_link(target or f"screens/{page}.py", label=label, icon=icon, help=about, query_params=carried)
 
 
@@ -238,15 +250,20 @@ def rows_table(key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[
     _table(key, shown, chosen, take, alt, "multi-row")
 
 
+def number_columns(table: pd.DataFrame) -> dict[Any, Any]:
+    """The columns of a table with decimals, written with three significant digits."""
+    large = {c: table[c].abs().max() >= 1000 for c in table.select_dtypes("float")}
+    return {c: st.column_config.NumberColumn(format="%.0f" if large[c] else "%.3g") for c in large}
+
+
 def _table(
     key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[[list[int]], None], alt: str, mode: Any
 ) -> None:
     st.session_state[key] = {"selection": {"rows": chosen, "columns": [], "cells": []}}
-    numbers: dict[Any, Any] = {c: st.column_config.NumberColumn(format="%.3g") for c in shown.select_dtypes("float")}
     st.dataframe(
         shown, hide_index=True, width="stretch", height=min(TABLE_PX, 40 + 35 * len(shown)), key=key, selection_mode=mode,
         on_select=lambda: take(st.session_state[key]["selection"]["rows"]), alt=alt,
-        column_config=numbers | {"#": st.column_config.NumberColumn(width=45)},
+        column_config=number_columns(shown) | {"#": st.column_config.NumberColumn(width=45)},
     )  # fmt: skip
 
 

@@ -51,6 +51,20 @@ def next_probability(runs, name, text, step="last"):
 
 def test_choices_links_back_and_forward_and_a_fresh_browser(opened, server):
     page = opened()
+    page.goto(server)
+    settled(page, 0)
+    before = page.url
+    page.get_by_role("link", name="Open yours").click()  # of the page itself
+    page.wait_for_url("**show=here")
+    settled(page, 0)
+    page.locator('[data-testid="stForm"] input').fill("text-resformer-s0")
+    page.locator('[data-testid="stForm"] input').press("Enter")
+    page.wait_for_url("**a=text-resformer-s0**")
+    settled(page, 0)
+    page.go_back()
+    page.wait_for_url("**show=here")
+    page.go_back()
+    page.wait_for_url(before)
     page.goto(f"{server}/depth?metric=importance_entropy")
     settled(page)
     before = drawn(page, "figure_layers")

@@ -63,7 +63,7 @@ def test_hover_reads_tokens_and_weight_and_the_future_is_told(at):
     n = count(page)
     box, where = pointed(page, 0, 0, n, n)
     box.hover(position=where)
-    assert page.locator(".attention .readout").inner_text() == "query 0 de → key 0 de: 1.000"
+    assert page.locator(".attention .readout").inner_text() == "query 0 de → key 0 de: 1.00"
     box, where = pointed(page, 2, 5, n, n)
     box.hover(position=where)
     assert "the future" in page.locator(".attention .readout").inner_text()

@@ -50,21 +50,21 @@ FAINT = """
       if (e.shadowRoot) look(e.shadowRoot);
       const text = [...e.childNodes].filter((n) => n.nodeType === 3).map((n) => n.textContent).join('').trim();
       const box = e.getBoundingClientRect(), style = getComputedStyle(e);
-      if (/^[●■◆▲▼✚✖★⬢⬟┈╌┄]$/.test(text)) continue; // the mark of a line, in its colour
+      const mark = /^[●■◆▲▼✚✖★⬢⬟┈╌┄]$/.test(text); // of a line, in its colour: graphics need 3 to 1
       if (!text || !box.width || !box.height || style.visibility === 'hidden') continue;
       if (e.closest('style, script, noscript, .heatmaplayer, :disabled') || e.closest('[data-testid="stSliderThumbValue"]')) continue;
       const ink = rgba(e instanceof SVGElement ? style.fill : style.color);
       for (let n = e; n; n = above(n)) ink[3] *= parseFloat(getComputedStyle(n).opacity);
       const below = ground(e), [a, b] = [light(over(ink, below)), light(below)];
       const ratio = Math.max(a, b) / Math.min(a, b), large = parseFloat(style.fontSize) >= 24;
-      if (ink[3] > 0.02 && ratio < (large ? 3 : 4.5)) found.push(`${ratio.toFixed(2)} ${text.slice(0, 40)}`);
+      if (ink[3] > 0.02 && ratio < (large || mark ? 3 : 4.5)) found.push(`${ratio.toFixed(2)} ${text.slice(0, 40)}`);
     }
   };
   look(document.body);
   return found;
 }
 """
-"""Text with too little contrast (WCAG 2.2, AA): 4.5 to 1, large text 3 to 1. On maps Plotly chooses black or white by the cell."""
+"""Too little contrast (WCAG 2.2, AA): text 4.5 to 1, large text and marks 3 to 1. On maps Plotly chooses black or white by the cell."""
 UNNAMED = """
 () => {
   const found = [];

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from app.widgets import LONG, typeset
 from workbench import plots
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
@@ -16,7 +18,7 @@ from workbench.places import SHIPPED
 from workbench.runs.records import load_records, provenance, records
 from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of
-from workbench.views.base import timelapse
+from workbench.views.base import timelapse, views_of
 from workbench.views.depth import layers
 from workbench.views.writing import write
 
@@ -96,6 +98,30 @@ def test_subjects_that_are_not_there_are_refused(ask, options, word):
 def test_an_empty_folder_says_what_to_do(tmp_path):
     with pytest.raises(BadData, match="workbench demo"):
         Source(tmp_path).subjects(Link("depth"))
+
+
+# ---- words ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["start", "training", "depth", "heads", "prompt", "intervene"])
+def test_texts_of_every_figure_have_three_significant_digits_and_true_minus_signs(ask, page):
+    drawn = 0
+    for view in views_of(page).values():
+        for more in ({}, {"compare": "1"}, {"edits": "sink"} if page == "intervene" else {"show": "model"}):
+            try:
+                drawing = view(ask, Link(page, {"a": "text-resformer-s0"} | more))
+            except WorkbenchError:
+                continue
+            title, under = plots.untitled(drawing.figure)
+            cells = [str(c) for t in drawing.figure.data for c in np.ravel(t.text) if t.text is not None]
+            for text in (title, typeset(under), typeset(drawing.sentence), *cells):
+                text = text.replace("\\", "")
+                digits = [n.replace(".", "").lstrip("0") for n in LONG.findall(text)]
+                assert all(len(n) < 4 for n in digits), (view.__name__, text)
+                assert not re.search(r"(?<![\w.)=:-])-[.\d]", text), (view.__name__, text)
+            drawn += 1
+    assert drawn > 2
 
 
 # ---- differences ----

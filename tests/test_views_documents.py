@@ -56,7 +56,7 @@ def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(a
     mean = values[:, 1].mean()
     assert drawing.table["pull"].tolist()[0] == pytest.approx((9.0 - mean) / DOCUMENTS)
     others = np.delete(values[:, 1].mean(axis=1), drawing.table["document"])
-    assert f"without these 10 documents {others.mean():.4g}" in drawing.sentence
+    assert f"without these 10 documents {others.mean():.3g}" in drawing.sentence
     (subject,) = ask.subjects(Link("attention", {"a": RUN}))
     begins = ask.tokens(subject, drawing.table["prompt"].iloc[0])
     row = sample.ids[list(sample.documents).index(5)].tolist()

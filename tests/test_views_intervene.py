@@ -47,7 +47,7 @@ def test_the_difference_of_two_effects_is_drawn_told_and_in_the_table(source):
     assert np.asarray(a) - np.asarray(b) == pytest.approx(np.asarray(minus))
     rows = drawing.table[drawing.table["model"] == plots.MINUS]
     assert rows["change"].to_numpy() == pytest.approx(np.asarray(minus))
-    assert f"{plots.MINUS}: {np.mean(minus):+.3f} nats" in drawing.sentence
+    assert f"{plots.MINUS}: {np.mean(minus):+.3g} nats" in drawing.sentence
     assert "above 0: a larger loss in A" in drawing.sentence
 
 
@@ -165,7 +165,7 @@ def test_the_effect_is_the_loss_after_minus_before(source):
     drawing = drawn(source, "effect", edits="remove")
     table = drawing.table
     assert list(drawing.figure.data[0].y) == pytest.approx(list(table["after"] - table["before"]))
-    assert f"{(table['after'] - table['before']).mean():+.3f}" in drawing.sentence
+    assert f"{(table['after'] - table['before']).mean():+.3g}" in drawing.sentence
     assert f"the {len(table)} tokens" in drawing.sentence
     same = drawn(source, "effect", edits="coefficient:layer=1,source=first,value=0.5", a="text-resformer-s0")
     assert same.table["after"].to_numpy() == pytest.approx(

@@ -77,6 +77,8 @@ def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
     assert np.subtract(a.y, b.y) == pytest.approx(minus.y)
     assert a.yaxis == b.yaxis != minus.yaxis
     assert a.line.color == plots.colour("resformer")
+    assert drawing.sentence == "A − B at step 10: 0.2 nats, mean over 2 paired seeds."
+    assert "unpaired" in drawn(ask, training.validation_loss, compare=1, b="text-transformer-s1").sentence
     with pytest.raises(WorkbenchError, match="beside the losses"):
         drawn(ask, training.relative, compare=1, b=B)
 

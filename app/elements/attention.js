@@ -215,10 +215,10 @@ class View {
       made("dd", "", list, value);
       made("dd", "evenly", list, panel.signed ? "" : evenly);
     };
-    const one = (v) => (panel.signed && v > 0 ? "+" : "") + v.toFixed(1), shown = panel.signed ? signed : number;
+    const shown = panel.signed ? signed : number;
     add(`Layer ${this.data.layer}, head ${this.data.head}`, panel.signed ? "A − B" : "here", "uniform");
-    add("normalised entropy", shown(panel.entropy[n]), "1.000");
-    add("effective keys", one(panel.keys_used[n]), one(panel.evenly.effective_keys));
+    add("normalised entropy", shown(panel.entropy[n]), number(1));
+    add("effective keys", shown(panel.keys_used[n]), number(panel.evenly.effective_keys));
     add("first token", shown(panel.sink[n]), number(panel.evenly.sink_mass));
   }
 
@@ -227,7 +227,7 @@ class View {
     const chosen = layer === this.data.layer && head === this.data.head;
     const button = made("button", chosen ? "head chosen" : "head", grid);
     const numbers = panel.signed ? "" : `: normalised entropy ${number(panel.entropy[n])}, ` +
-      `${panel.keys_used[n].toFixed(1)} effective keys, ${number(panel.sink[n])} to the first token`;
+      `${number(panel.keys_used[n])} effective keys, ${number(panel.sink[n])} to the first token`;
     button.type = "button";
     button.title = `Layer ${layer}, head ${head}${numbers}`;
     button.setAttribute("aria-label", `${panel.tag ? panel.tag + ": " : ""}${button.title}`);

@@ -26,7 +26,13 @@ function made(tag, name, parent, text) {
   return node;
 }
 
-const number = (v) => (Number.isNaN(v) ? "–" : Math.abs(v) >= 0.0005 || v === 0 ? v.toFixed(3) : v.toExponential(1));
+// At most three significant digits, with a true minus sign.
+const number = (v) => {
+  const size = Math.abs(v);
+  if (Number.isNaN(v)) return "–";
+  const text = size >= 999.5 ? v.toFixed(0) : size >= 0.9995 ? v.toPrecision(3) : size >= 0.0005 || !v ? v.toFixed(3) : v.toExponential(1);
+  return text.replaceAll("-", "−");
+};
 
 // Tells the other elements of the page which token a person points at (null: none), and hears it from them. `other`: a second one,
 // as the key that a query looks at.

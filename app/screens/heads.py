@@ -21,8 +21,9 @@ from ..selection import choose_models
 
 ABOUT = (
     "The heads of all models, ranked by a stored measure. Dotted: the measure under its baseline. Hollow: the same head at random "
-    "init. Click a row to select a head. *Type*: sink (attention to position 0 above 0.3), previous token or induction (score above 0.4), "
-    "other; by the measures that are stored. A head number means nothing across runs: layer 3, head 2 of another seed is another head."
+    "init. Click a row to select a head. A head number means nothing across runs: layer 3, head 2 of another seed is another head. "
+    f"*Type*, by the stored measures: sink (mean attention to position 0 above {heads.SINK_MASS}), previous token or induction "
+    "(score above 0.4), other."
 )
 COLUMNS = {
     "rank": "#",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
 import streamlit as st
 
 from workbench import plots
@@ -13,8 +12,9 @@ from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.runs.catalogue import Entry
-from workbench.statistics.formation import formation_steps, sink_steps
+from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
+from workbench.statistics.sinks import SINK_MASS
 from workbench.views import Link, Source, finding, pins, start
 from workbench.views.base import ONE_SEED
 
@@ -185,7 +185,7 @@ def _runs(link: Link) -> None:
         f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. "
         "Select a row for its pages, two rows to compare them."
     )
-    open_box(expanded=not source.own())
+    open_box()
     asked = next((e for e in catalogue.entries if e.name == st.query_params.get("a")), None)
     if asked is not None:
         with st.container(horizontal=True, vertical_alignment="center", key="next"):
@@ -209,12 +209,11 @@ def _runs(link: Link) -> None:
         table = start.grouped_runs(table, by) if by else table
         with st.popover("Files", icon=":material/download:"):
             widgets.table_buttons(table.drop(columns="group"), "runs")
-    config = _number_columns(table)
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
         key="grouped" if by else "runs",
         on_select="rerun" if by else take_run, selection_mode="multi-row",
-        alt="Runs of the folder", column_config=config,
+        alt="Runs of the folder", column_config=widgets.number_columns(table),
     )  # fmt: skip
     rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
     if "model" in by and len(rows):
@@ -258,10 +257,6 @@ def _tags_of(run: str) -> None:
     )
 
 
-def _number_columns(table: pd.DataFrame) -> dict[Any, Any]:
-    return {c: st.column_config.NumberColumn(format="%.4g") for c in table.select_dtypes("float")}
-
-
 def take_run() -> None:
     """Select the run of a single selected row; with two rows the page offers to compare them."""
     rows = st.session_state["runs"].selection.rows
@@ -293,7 +288,8 @@ def _verdicts(link: Link) -> None:
         alone = widgets.toggle("This experiment only", "alone", help=about)
     link = link.but(alone=1 if alone else None)
     judged = _judged(link)
-    decided = {j.claim.name: j for j in judged if j.decided}
+    clear_first = sorted(judged, key=lambda j: j.verdict.status == "unresolved")
+    decided = {j.claim.name: j for j in clear_first if j.decided}
 
     def take(point: Point) -> None:
         words, name = point.at or ("", "")
@@ -338,7 +334,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         st.session_state["drawn"].append(Drawn(link, records, {}))
         if len(runs):
             st.markdown("**Runs compared**; a link shows the run on Training.")
-            config = _number_columns(runs) | {"address": st.column_config.LinkColumn("Training", display_text="show")}
+            config = widgets.number_columns(runs) | {
+                "address": st.column_config.LinkColumn("Training", display_text="show")
+            }
             alt = "Runs behind the verdict"
             st.dataframe(runs, hide_index=True, width="stretch", column_config=config, key="behind", alt=alt)
         if judged.missing:
@@ -419,7 +417,10 @@ def _sinks(link: Link) -> None:
     )
     if show(start.forming, link) is not None:
         steps = sink_steps(start.sink_records(cached_source()))
-        st.markdown("Step at which the strongest head gives the start token half of its attention:")
+        st.markdown(
+            f"**Sink onset**: the step at which the strongest head gives the start token {SINK:.0%} of its attention. "
+            f"On all pages a head is called a sink above {SINK_MASS:.0%}."
+        )
         st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
         st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")
 

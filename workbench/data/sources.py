@@ -5,6 +5,7 @@ Training batches are a function of (seed, step) alone. Measuring reads at most o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -30,6 +31,7 @@ from workbench.data.tokenizer import (
     train_tokenizer,
     write_tokenized,
 )
+from workbench.environment import CACHE, XDG_CACHE, cache_folder, variable
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 from workbench.files import digest, local, write_json
 
@@ -437,5 +439,11 @@ def open_data(description: dict[str, Any], root: Path, tokenizer: Path | None = 
 @lru_cache(maxsize=4)  # tokenising a corpus again for each checkpoint would cost more than measuring
 def _text_data(folder: Path | None, tokenizer: Path, changed: int, bos: Any) -> TextData:
     """Return the corpus of a folder (None: the embedded text) with a tokenizer that `changed` at this time."""
-    corpus = embedded() if folder is None else corpora.load_corpus(folder)
-    return TextData(corpus, Tokenizer.load(tokenizer), bos, folder=folder)
+    if folder is not None:
+        return TextData(corpora.load_corpus(folder), Tokenizer.load(tokenizer), bos, folder=folder)
+    data = TextData(embedded(), Tokenizer.load(tokenizer), bos)
+    with contextlib.suppress(OSError, RuntimeError):  # no cache, or no home
+        ids = cache_folder(variable(CACHE), variable(XDG_CACHE)) / "tokens" / data.hash
+        ids.mkdir(parents=True, exist_ok=True)
+        return replace(data, folder=ids)
+    return data

@@ -20,6 +20,7 @@ from workbench.plots.style import (
     PANEL,
     at_least,
     axis_title,
+    beyond_range,
     colour,
     dressed,
     label,
@@ -109,7 +110,8 @@ def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[s
     figure.update_layout(showlegend=True)  # also of one model, which the title does not name
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(table["layer"]))
     figure.update_yaxes(title_text=axis_title(*axis))
-    return dressed(figure, title, under, 330)
+    note = beyond_range(axis[0], table["value"], table["low"], table["high"], difference=True)
+    return dressed(figure, title, wrapped("; ".join(filter(None, (under, note))), 125), 330)
 
 
 def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = "") -> go.Figure:

@@ -16,6 +16,7 @@ from workbench.plots.style import (
     MINUS,
     at_least,
     axis_title,
+    beyond_range,
     colour,
     dressed,
     label,
@@ -94,7 +95,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
                 x=[order[x] for x in bars.index], y=bars["mean"], name=by, showlegend=False,
                 marker={"color": fill, "line": {"color": colour(name), "width": 1}},
                 error_y={"array": above, "arrayminus": below, "color": GREY, "thickness": 1},
-                hovertemplate=f"{label(name)}, layer %{{x}} replaced by {by}: %{{y:+.4f}} nats<extra></extra>", row=1, col=i + 1,
+                hovertemplate=f"{label(name)}, layer %{{x}} replaced by {by}: %{{y:+.3g}} nats<extra></extra>", row=1, col=i + 1,
             )  # fmt: skip
         figure.update_xaxes(title_text="layer", type="category", row=1, col=i + 1)
     figure.update_yaxes(title_text=axis_title("loss change (nats)", "higher: it mattered more"), row=1, col=1)
@@ -215,6 +216,9 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
     """Plot comparisons (comparison, value, low, high, unit), one panel per unit; those whose `verdict` is unresolved are hollow."""
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
+    beyond = [
+        beyond_range(u, p["value"], p["low"], p["high"], difference=True) for u, p in zip(units, parts, strict=True)
+    ]
     figure = make_subplots(
         len(units), 1, row_heights=[len(part) for part in parts], vertical_spacing=min(0.3, 60 / (60 + 30 * len(table)))
     )
@@ -238,7 +242,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
                 marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
                 error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
                 customdata=list(zip(low[shown], high[shown], strict=True)),
-                hovertemplate="%{y}<br>%{x:.4g} [%{customdata[0]:.4g}, %{customdata[1]:.4g}]<extra></extra>", row=i, col=1,
+                hovertemplate="%{y}<br>%{x:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<extra></extra>", row=i, col=1,
             )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
@@ -248,7 +252,9 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
         )
     whisker = f"whisker: {confidence()} interval" + (f", Holm-adjusted over {adjusted}" if adjusted else "")
     grey = "grey: not part of the verdict" if "role" in table and (table["role"] == "context").any() else ""
-    caption = wrapped("; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, grey) if s), 125)
+    caption = wrapped(
+        "; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, max(beyond), grey) if s), 125
+    )
     return dressed(figure, title, caption, 40 + 70 * len(units) + 26 * len(table))
 
 

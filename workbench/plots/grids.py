@@ -131,7 +131,7 @@ def _add(
 ) -> None:  # fmt: skip
     x, y = (unique([safe(t) for t in names]) for names in (grid.columns, grid.rows))
     small, letters = grid.texts is not None and abreast * len(grid.columns) <= MAX_TEXTS, _letters(grid, abreast)
-    hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.4g}} {markup.escape(grid.unit)}"
+    hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.3g}} {markup.escape(grid.unit)}"
     texts = None if grid.texts is None else [[safe(t) for t in row] for row in grid.texts]
     cells = None
     if small and grid.texts is not None:

@@ -36,7 +36,7 @@ def ranking_figure(
             x=rows.loc[mine, "value"], y=y[mine], mode="markers", name=label(architecture),
             marker={"color": colour(architecture, series), "symbol": symbol(architecture, series), "size": 9},
             error_x={"array": se, "thickness": 1.2, "width": 3} if se.notna().any() else None,
-            hovertemplate="%{y}: %{x:.4g}<extra></extra>", customdata=[[int(i)] for i in np.flatnonzero(mine)],
+            hovertemplate="%{y}: %{x:.3g}<extra></extra>", customdata=[[int(i)] for i in np.flatnonzero(mine)],
         )  # fmt: skip
     if rows["init"].notna().any():
         figure.add_scatter(
@@ -71,7 +71,7 @@ def history_figure(
         figure.add_scatter(
             x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name="other heads",
             legendgroup="others", showlegend=i == 0, line={"color": FAINT, "width": 1}, marker={"color": FAINT, "size": 5},
-            hovertemplate=f"layer {layer}, head {head}, step %{{x}}: %{{y:.4g}}<extra></extra>",
+            hovertemplate=f"layer {layer}, head {head}, step %{{x}}: %{{y:.3g}}<extra></extra>",
         )  # fmt: skip
     for name, rows in baseline.groupby("control"):
         figure.add_scatter(
@@ -82,7 +82,7 @@ def history_figure(
         x=mine["step"], y=mine["value"], mode="lines+markers", name=label(architecture),
         line={"color": colour(architecture), "width": 3}, marker={"symbol": symbol(architecture), "size": 7},
         error_y={"array": se, "thickness": 1.2, "width": 3} if se.notna().any() else None,
-        hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+        hovertemplate="step %{x}: %{y:.3g}<extra></extra>",
     )  # fmt: skip
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text=axis_title(*axis, width=30))
@@ -111,7 +111,7 @@ def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: st
     names = unique([safe(f"{d}: {text}" if text else f"document {d}") for d, text in named])
     values, index = rows["value"].to_numpy(dtype="float64"), [[i] for i in range(len(names))]
     stems = (mean - values, 0 * values)
-    figure = _stems(values, names, stems, paint, "document", index, "%{y}<br>%{x:.4g}<extra></extra>")
+    figure = _stems(values, names, stems, paint, "document", index, "%{y}<br>%{x:.3g}<extra></extra>")
     figure.add_vline(x=mean, line={"color": GREY, "dash": "dot"})
     figure.update_xaxes(title_text=axis_title(*axis))
     return dressed(figure, title, under, DOCUMENT * len(names) + 90)

@@ -23,6 +23,7 @@ from workbench.plots.style import (
     SEQUENTIAL,
     at_least,
     axis_title,
+    beyond_range,
     colour,
     colour_axis,
     dressed,
@@ -405,7 +406,8 @@ def lines(
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
             alone = paired and part["run"].nunique() == 1
             band = "± standard error of independent means, one pair of runs" if band and alone else band
-            legend.bands.add(f"{MINUS}: {band}" if band and paired else band)
+            note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
+            legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init, of_seeds=of_seeds)
     controls = rows[rows["control"].notna()]
     if at_init:  # of what is drawn in full, not a mean with those of random init
@@ -415,7 +417,7 @@ def lines(
         figure.add_scatter(
             x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6},
             legendgroup=str(control), showlegend=str(control) not in legend.names, meta=CONTROL,
-            hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+            hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
         )  # fmt: skip
         legend.names.add(str(control))
 
@@ -448,7 +450,7 @@ def _line(
                 "maxdisplayed": MAX_MARKS if len(curve) > 24 else 0},
         legendgroup=name, showlegend=not init and name not in legend.names, error_y=whiskers,
         customdata=[[int(n)] for n in curve.index] if x == "layer" and (curve.index % 1 == 0).all() else None,
-        hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.4g}}<extra></extra>", **where,
+        hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
     )  # fmt: skip
     if not init:
         legend.names.add(name)
@@ -475,7 +477,7 @@ def _draw_map(figure: go.Figure, panel: Panel, where: dict[str, int]) -> None:
     column, axis = MAPS[panel.form]
     placed = panel.rows.dropna(subset=["layer", column])
     grid = placed.pivot_table(index="layer", columns=column, values="value", aggfunc="mean", dropna=False)
-    hover = f"{panel.title.split(':')[0]}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.4g}}<extra></extra>"
+    hover = f"{panel.title.split(':')[0]}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.3g}}<extra></extra>"
     key = _scale_key(panel.rows)
     z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
     printed = "%{z:.2g}" if z.size <= MAX_PRINTED and z.shape[1] <= MAX_ABREAST else None
@@ -500,7 +502,7 @@ def _draw_bars(figure: go.Figure, panel: Panel, where: dict[str, int], legend: L
             x=[label(a).replace(" ", "<br>") for a in names], y=mean, name=when, showlegend=False,
             marker={"color": [pale(a, among=legend.series) for a in names] if init else looks, "line": line},
             error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
-            hovertemplate=f"%{{x}}{when and f' at {when}'}: %{{y:.4g}}<extra></extra>", **where,
+            hovertemplate=f"%{{x}}{when and f' at {when}'}: %{{y:.3g}}<extra></extra>", **where,
         )  # fmt: skip
         if init:
             legend.bands.add("pale bars: step 0, random init")

@@ -222,6 +222,15 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra, *shown) if s), 125)
 
 
+def beyond_range(unit: object, value: pd.Series, low: pd.Series, high: pd.Series, *, difference: bool) -> str:
+    """Return a caption's note if the interval of a share, or of a difference of shares, passes its range and no value does; else empty."""
+    least = -1.0 if difference else 0.0
+    bounded = str(unit).startswith("share") and value.min() >= least and value.max() <= 1.0
+    if not bounded or not (low.min() < least or high.max() > 1.0):  # NaN: no interval
+        return ""
+    return f"an interval passes {least:g} or 1: so few seeds do not bound this share".replace("-", "−")
+
+
 def positions_of(rows: pd.DataFrame) -> str:
     """Return words for a title if a measure of position 0 has a head that attends more to another position; else empty."""
     texts = rows["provenance"].dropna().unique() if "provenance" in rows else ()

@@ -16,6 +16,7 @@ from workbench.plots.compare import AXES, subtracted
 from workbench.plots.records import MAX_WHOLE, checked, plot
 from workbench.plots.style import (
     DIVERGING,
+    MINUS,
     SEQUENTIAL,
     colour_axis,
     dressed,
@@ -51,20 +52,20 @@ def varying(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
 
 
 def curve_difference(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Return curves of A - B at the steps both recorded; the standard error assumes independent means."""
+    """Return curves of A - B at the steps both recorded, a run for each common seed; the standard error assumes independent means."""
     rows, others = (f[f["control"].isna()].reset_index(drop=True) for f in (a, b))
-    keys = ["step", *AXES]
+    paired = not {*rows["seed"].dropna()}.isdisjoint(others["seed"].dropna())
+    keys = ["step", *AXES, *(["seed"] if paired else [])]
     means = others.groupby(keys, dropna=False, as_index=False)[["value", "se"]].mean()
-    return subtracted(rows, means, keys, "below 0: lower in A")
+    minus = subtracted(rows, means, keys, "below 0: lower in A")
+    return minus.assign(run=f"{MINUS}, seed " + minus["seed"].astype("str")) if paired else minus
 
 
 def curves(
     parts: Sequence[pd.DataFrame], *, title: str, smooth: int = 1, log_x: bool = False, spread: str = "range"
 ) -> go.Figure:
-    """Plot curves over training of one part, or of A and B with A - B in another panel."""
+    """Plot curves over training of the parts; those of A - B get another panel."""
     full = [p for p in parts if len(p)]
-    if len(full) == 2:
-        full.append(curve_difference(*full))
     made, widths = zip(*(thinned(p) for p in full), strict=True) if full else ((), ())
     if not made:
         raise WorkbenchError("nothing to draw: these runs have not written it down")

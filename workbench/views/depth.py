@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,7 @@ from workbench.claims.wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots.heads import documents
-from workbench.plots.style import plain, wrapped
+from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run
@@ -129,7 +129,7 @@ def layers(source: Source, link: Link) -> Drawing:
     form = None if selected.form == "auto" else selected.form
     parts, sentences = _parts(source, link, selected, form), list[str]()
     subjects = source.subjects(link) if compare else []
-    more_seeds = _more_seeds(source, selected, subjects, form) if compare else []
+    more_seeds = _more_seeds(source, selected, link, form) if compare else []
     if not more_seeds and len({s.entry.architecture for s in subjects}) > 1:
         sentences.append(f"{ONE_SEED}.")
     if absent := [architecture_label(name) for name, part in parts.items() if part.empty]:
@@ -222,12 +222,12 @@ def differences(source: Source, link: Link) -> Drawing:
     )
     control = selected.rows["control"].isna()
     unit = str(selected.rows["unit"].dropna().iloc[0]) if selected.rows["unit"].notna().any() else ""
-    under = "; ".join(filter(None, (f"mean over {seeds}", whisker)))
+    under = "; ".join(filter(None, (f"mean over {seeds}" if most > 1 else seeds, whisker)))
     axis = f"{unit}, difference", plots.reading_direction(selected.rows[control])
     title = f"{_title(selected, None)}{words}" + (
         "" if link.on("compare") or selected.step is None else f", step {selected.step}"
     )
-    figure = plots.layer_differences(shown, title, wrapped(under, 125), axis)
+    figure = plots.layer_differences(shown, title, under, axis)
     sentences = []
     for model, part in table.groupby("architecture", sort=False):
         layers_of = part.loc[part["significant"], "layer"].tolist()
@@ -276,26 +276,18 @@ def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None)
 
 
 def _more_seeds(
-    source: Source, selected: DepthOptions, subjects: Sequence[RunAtStep], form: str | None
+    source: Source, selected: DepthOptions, link: Link, form: str | None
 ) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Records of A's and B's models under every further common seed; empty if A and B differ in seed."""
-    a, b = subjects
-    if a.entry.seed != b.entry.seed:
-        return []
-    by_seed = [
-        {e.seed: e for e in source.catalogue().entries if (e.group, e.series) == (s.entry.group, s.entry.series)}
-        for s in subjects
-    ]
+    """Records of A's and B's models under every further common seed that was measured at these steps."""
     pairs = []
-    for seed in sorted((by_seed[0].keys() & by_seed[1].keys()) - {a.entry.seed}):
-        entries = [runs[seed] for runs in by_seed]
-        rows = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
+    for subjects in source.pairs(link)[1:]:
+        rows = source.records([s.entry for s in subjects], [selected.metric])
+        rows = of_variant(of_site(rows, selected.site), selected.variant)
         try:
-            pair = [_of(rows, replace(s, entry=e), form) for s, e in zip(subjects, entries, strict=True)]
+            one, other = (_of(rows, s, form) for s in subjects)
         except WorkbenchError:  # not measured at this step
             continue
-        if all(map(len, pair)):
-            pairs.append((pair[0], pair[1]))
+        pairs += [(one, other)] if len(one) and len(other) else []
     return pairs
 
 
@@ -432,7 +424,7 @@ def behind(source: Source, link: Link) -> Drawing:
         (f"{number.unit}, difference", "") if minus else (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
-    sentence = f"Mean {values.mean():.4g}; without these {len(table)} documents {without:.4g}."
+    sentence = f"Mean {values.mean():.3g}; without these {len(table)} documents {without:.3g}."
     if table["prompt"].isna().all():
         sentence += " No texts: the documents are not those of the run's own data."
     return Drawing(figure, table, sentence)

@@ -106,7 +106,7 @@ def number(x: float) -> str:
     """Three digits, zeros too: `2.00`, `278`; whole numbers from a thousand on."""
     if abs(x) >= 1000:
         return f"{x:,.0f}"
-    return f"{x:.3g}" if abs(x) >= 100 or not x else f"{x:#.3g}"
+    return (f"{x:.3g}" if abs(x) >= 100 or not x else f"{x:#.3g}").replace("-", "−")
 
 
 def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:

@@ -226,10 +226,10 @@ def effect(source: Source, link: Link) -> Drawing:
         same = len(e.loss_after) > 1 and float(np.ptp(e.loss_after)) < 1e-4
         constant = "; every token has the same loss now: the model ignores the text" if same else ""
         sentences.append(
-            f"{subject.title}: mean loss {before:.3f} to {after:.3f} nats, change {_mean(change)}; "
-            f"KL divergence of the next-token distribution {e.divergence:.3f} nats{constant}"
+            f"{subject.title}: mean loss {before:.3g} to {after:.3g} nats, change {_mean(change)}; "
+            f"KL divergence of the next-token distribution {e.divergence:.3g} nats{constant}"
             if edited
-            else f"{subject.title}: mean loss {before:.3f} nats per token"
+            else f"{subject.title}: mean loss {before:.3g} nats per token"
         )
     if len(bars) == 2 and bars[0][2] == bars[1][2]:
         minus = bars[0][3] - bars[1][3]
@@ -248,9 +248,9 @@ def effect(source: Source, link: Link) -> Drawing:
 def _mean(change: np.ndarray) -> str:
     """Mean change over the tokens of one text, with its standard error."""
     if len(change) < 2:
-        return f"{change.mean():+.3f} nats (one token)"
+        return f"{change.mean():+.3g} nats (one token)"
     se = change.std(ddof=1) / np.sqrt(len(change))
-    return f"{change.mean():+.3f} nats (SE over the {len(change)} tokens of this text: {se:.3f})"
+    return f"{change.mean():+.3g} nats (SE over the {len(change)} tokens of this text: {se:.3g})"
 
 
 def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit: str) -> go.Figure:
@@ -260,10 +260,10 @@ def _by_token(bars: Sequence[tuple[str, str, list[str], np.ndarray, Any]], unit:
     for name, colour, tokens, change, losses in bars:
         ticks = [html.escape(t, quote=False) for t in tokens]
         row = rows if name == plots.MINUS else 1
-        hover = "" if losses is None else "<br>before %{customdata[0]:.3f}, after %{customdata[1]:.3f} nats"
+        hover = "" if losses is None else "<br>before %{customdata[0]:.3g}, after %{customdata[1]:.3g} nats"
         figure.add_bar(
             x=ticks, y=change, name=name, marker_color=colour, row=row, col=1, showlegend=len(bars) > 1,
-            customdata=None if losses is None else np.stack(losses, 1), hovertemplate=f"%{{x}}: %{{y:+.3f}}{hover}<extra></extra>",
+            customdata=None if losses is None else np.stack(losses, 1), hovertemplate=f"%{{x}}: %{{y:+.3g}}{hover}<extra></extra>",
         )  # fmt: skip
         every = max(1, -(-len(ticks) // 40))
         shown = {"tickvals": ticks[::every], "tickangle": -90, "tickfont_size": 10}

@@ -218,7 +218,7 @@ def surprise(source: Source, link: Link) -> Drawing:
         figure.add_scatter(
             x=ticks, y=loss, mode="lines+markers", marker={"size": 6, "symbol": plots.symbol(subject.series)}, name=subject.title,
             line={"color": plots.colour(subject.series), "dash": "dash" if i else "solid"},
-            hovertemplate="%{x}: %{y:.3f} nats<extra></extra>", row=row, col=1,
+            hovertemplate="%{x}: %{y:.3g} nats<extra></extra>", row=row, col=1,
         )  # fmt: skip
         every = max(1, -(-len(ticks) // 40))
         figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=row, col=1)
@@ -326,7 +326,7 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
     for title, colour, row in bars:
         figure.add_bar(
             y=list(row.index), x=row.to_numpy(), orientation="h", name=title, marker_color=colour,
-            hovertemplate="%{y}: %{x:.4f} logits<extra></extra>",
+            hovertemplate="%{y}: %{x:.3g} logits<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="logits")
     return figure.update_yaxes(type="category")  # layers upwards, as in maps

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -185,7 +184,7 @@ class Source:
             for name in by:
                 if name not in (known := facets(runs)):
                     raise UnknownName("option to tell models apart by", name, known)
-            runs = [dataclasses.replace(e, series=series_by(e, by)) for e in runs]
+            runs = [replace(e, series=series_by(e, by)) for e in runs]
         texts = {}
         for e in runs:
             options = " ".join(f"{k}={v}" for k, v in e.options.items())
@@ -222,6 +221,16 @@ class Source:
             asked = step if step in b.steps else None
         alike = a.architecture == b.architecture
         return [RunAtStep(a, step, "A", alike), RunAtStep(b, self._step(b, asked), "B", alike)]
+
+    def pairs(self, link: Link) -> list[tuple[RunAtStep, RunAtStep]]:
+        """Return A and B of a comparison, then their models under every further common seed (none if A and B differ in seed)."""
+        a, b = self.subjects(link)
+        keys = [(s.entry.group, s.entry.series) for s in (a, b)]
+        if a.entry.seed != b.entry.seed:
+            return [(a, b)]
+        one, other = ({e.seed: e for e in self.catalogue().entries if (e.group, e.series) == key} for key in keys)
+        shared = sorted(one.keys() & other.keys() - {a.entry.seed})
+        return [(a, b), *((replace(a, entry=one[n]), replace(b, entry=other[n])) for n in shared)]
 
     def _run(self, link: Link, key: str, architecture: str) -> Entry:
         asked = link.text(key)
@@ -392,16 +401,14 @@ def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
         return own
     names = {e.name for e in own.entries}
     models = [e for e in shipped_runs(EVIDENCE, MODELS).entries if e.steps and e.name not in names]
-    return dataclasses.replace(own, entries=own.entries + tuple(models))
+    return replace(own, entries=own.entries + tuple(models))
 
 
 @cache
 def shipped_runs(*folders: Path) -> Catalogue:
     """Return the runs that ship with the project, studies and models."""
     evidence, models = map(catalogue, folders)
-    return dataclasses.replace(
-        evidence, entries=evidence.entries + models.entries, problems=evidence.problems | models.problems
-    )
+    return replace(evidence, entries=evidence.entries + models.entries, problems=evidence.problems | models.problems)
 
 
 def example(entry: Entry) -> str:

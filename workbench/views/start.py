@@ -336,9 +336,10 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
 
 
 def judged_claim(judged: Sequence[Judgement], link: Link) -> Judgement:
-    """The link's claim, else the first one that is decided."""
+    """The link's claim, else the first one that is decided, one with a clear result if there is any."""
     names = {j.claim.name: j for j in judged}
-    return names[link.choice("claim", names, next((j.claim.name for j in judged if j.decided), None))]
+    decided = sorted((j for j in judged if j.decided), key=lambda j: j.verdict.status == "unresolved")
+    return names[link.choice("claim", names, decided[0].claim.name if decided else None)]
 
 
 # ---- the demo --------------------------------------------------------------------------------------------------------

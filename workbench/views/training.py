@@ -14,9 +14,10 @@ from workbench.plots import training as drawn
 from workbench.plots.style import ordered
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
+from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds
 from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
-from workbench.views.source import Source
+from workbench.views.source import RunAtStep, Source
 
 SHOWN = {
     "loss": ("validation_loss", "train_loss", "copy_loss"), "gradients": ("gradient_norm",), "coefficients": ("coefficient",),
@@ -51,13 +52,16 @@ def inside(logged: set[str]) -> list[str]:
     return sorted(logged - ELSEWHERE)
 
 
-def _rows(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
-    """Rows of a quantity: in one part, or of A and of B; raises `WorkbenchError` if it was not logged."""
+def _rows(source: Source, link: Link, metric: str, *, seeds: bool = False) -> list[pd.DataFrame]:
+    """Rows of a quantity: in one part, or of A and of B (`seeds`: of all common seeds); raises `WorkbenchError` if not logged."""
     if link.on("compare"):
-        subjects = {s.entry.name: s for s in reversed(source.subjects(link))}  # of one run at two steps A stays
+        pairs = source.pairs(link)[: None if seeds else 1]
+        subjects = {
+            of[0].entry.name: of for of in reversed(list(zip(*pairs, strict=True)))
+        }  # of one run at two steps A stays
         parts = [
-            source.telemetry([s.entry], [metric]).assign(architecture=s.series.rpartition(", step ")[0])
-            for s in reversed(subjects.values())
+            source.telemetry([s.entry for s in of], [metric]).assign(architecture=of[0].series.rpartition(", step ")[0])
+            for of in reversed(subjects.values())
         ]
     else:
         parts = [source.telemetry(source.chosen(link), [metric])]
@@ -68,8 +72,8 @@ def _rows(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
 
 
 def _plain(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
-    """Rows of a quantity without variants and controls. A part without any is not copied, so that figures share it."""
-    parts = _rows(source, link, metric)
+    """Rows of a quantity without variants and controls, of A and B with their common seeds. A part without any is not copied."""
+    parts = _rows(source, link, metric, seeds=True)
     plain = [part["variant"].isna() & part["control"].isna() for part in parts]
     return [part if rows.all() else part[rows] for part, rows in zip(parts, plain, strict=True)]
 
@@ -77,7 +81,7 @@ def _plain(source: Source, link: Link, metric: str) -> list[pd.DataFrame]:
 def _curves(
     source: Source, link: Link, parts: Sequence[pd.DataFrame], title: str, smooth: int = 1, sentence: str = ""
 ) -> Drawing:
-    """Curves of the parts over steps or tokens; with two parts also their difference."""
+    """Curves of the parts over steps or tokens; of A and B with their difference, over all seeds of the parts."""
     axis, log = link.choice("x", ("step", "tokens"), kind="x axis"), link.on("log")
     if axis == "tokens":
         per_step = {e.name: e.tokens for e in runs(source, link)}
@@ -86,10 +90,33 @@ def _curves(
                 raise WorkbenchError(f"the tokens per step of {name} are unknown; draw it over steps")
         parts = [p.assign(step=p["step"] * p["run"].map(per_step).astype("Int64")) for p in parts]
     spread = link.choice("spread", plots.SPREADS, kind="error bars")
+    if len(parts) == 2:
+        own, minus = source.subjects(link), drawn.curve_difference(*parts)
+        parts = [*(p[p["run"] == s.entry.name] for p, s in zip(parts, own, strict=True)), minus]
+        sentence = _paired(minus, own)
     figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log, spread=spread)
     if axis == "tokens":
         drawn.on_tokens(figure, log)
     return Drawing(figure, parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True), sentence)
+
+
+def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep]) -> str:
+    """How A - B is paired, and its value at the last step that all pairs logged."""
+    n, models = minus["run"].nunique(), {s.entry.architecture for s in own}
+    if own[0].entry.seed != own[1].entry.seed:
+        return f"{plots.MINUS}: unpaired, as A and B have different seeds."
+    if n < 2:
+        few = f" {ONE_SEED}." if len(models) > 1 else ""
+        return f"{plots.MINUS}: one pair of runs; its band is the standard error over documents, as if they were independent.{few}"
+    steps = minus.groupby("step")["run"].nunique()
+    if not str(minus["metric"].iloc[0]).endswith("loss") or not (steps == n).any():
+        return f"{plots.MINUS}: mean over {n} paired seeds."
+    last = minus[minus["step"] == steps.index[steps == n][-1]]
+    interval = over_seeds(last.groupby("seed")["value"].mean().astype(float))
+    numbers = f"{interval.value:.3g} nats, mean over {n} paired seeds"
+    if n >= MIN_SEEDS:
+        numbers += f"; {confidence()} interval {interval.low:.3g} to {interval.high:.3g}"
+    return f"{plots.MINUS} at step {last['step'].iloc[0]}: {numbers}."
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def lens_loss(source: Source, link: Link) -> Drawing:
             figure.add_scatter(
                 x=rows["layer"], y=rows["loss"], error_y={"array": rows["se"], "thickness": 1}, mode="lines+markers", marker_size=6,
                 line={"color": colour, "dash": dash}, name=f"{subject.title}: {words}" if link.on("compare") else words,
-                hovertemplate="into layer %{x}: %{y:.3f} nats<extra></extra>",
+                hovertemplate="into layer %{x}: %{y:.3g} nats<extra></extra>",
             )  # fmt: skip
         tables.append(frame.assign(model=subject.title))
         gain = frame.pivot_table("loss", "layer", "lens")
