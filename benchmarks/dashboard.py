@@ -73,7 +73,10 @@ import streamlit as st
 st.title("plain")
 page = json.loads((Path(__file__).parent / f"{st.query_params['page']}.json").read_text())
 options = list(page["figures"])
-shown = st.selectbox(page["label"], options) if page["label"] else st.radio("Figures", options, horizontal=True)
+if page["label"]:
+    shown = st.selectbox(page["label"], options)
+else:
+    shown = st.segmented_control("Figures", options, default=options[0])
 for number, (traces, layout) in enumerate(page["figures"][shown]):
     st.plotly_chart(go.Figure(traces, layout), key=str(number))
 """

@@ -50,6 +50,7 @@ PAGES = re.compile(
 
 
 def pytest_collection_modifyitems(items):
+    """Files that share an import or a fixture stand together; of a grid marked `fast` the cases in between become slow."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (order.get(item.path.stem, len(order)), not PAGES.match(item.path.stem)))
     grids = defaultdict(list)

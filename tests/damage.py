@@ -65,21 +65,22 @@ from workbench.views.start import demo_status
 SHAPE = {"n_heads": 4, "n_ctx": 128}
 
 
-def adapter(tiny, folder):
-    import peft
+def llama(folder):
+    """A small Llama of transformers, saved."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder / "base")
+    size = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2, max_position_embeddings=32))
+    model.save_pretrained(folder)
+    return model
+
+
+def adapter(tiny, folder):
+    import peft
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        base = LlamaForCausalLM.from_pretrained(folder / "base")
+        base = type(llama(folder / "base")).from_pretrained(folder / "base")
         peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
@@ -87,16 +88,7 @@ def adapter(tiny, folder):
 
 
 def rotated(tiny, folder):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(**size, max_position_embeddings=32)).save_pretrained(folder)
+    llama(folder)
     return folder / CONFIG, folder
 
 

@@ -70,16 +70,8 @@ def run(folder: Path, name: str, architecture: str, seed: int, kind: str, *, ste
     model = MODEL | ({"d_vocab": 270} if text else {})
     data = {"kind": "text", "hash": "0" * 16, "bos": None, "domains": ["prose"]} if text else {
         "kind": "repeated", "hash": "1" * 16, "vocabulary": 64, "domains": ["repeated"]}  # fmt: skip
-    info = {
-        "format": 1,
-        "architecture": architecture,
-        "options": {},
-        "seed": seed,
-        "model": model,
-        "train": TRAIN,
-        "data": data,
-    }
-    write_json(path / "run.json", info)
+    info = {"format": 1, "architecture": architecture, "options": {}, "seed": seed}
+    write_json(path / "run.json", info | {"model": model, "train": TRAIN, "data": data})
     if tokenizer is not None:
         tokenizer.save(path / "tokenizer.json")
     for step in steps:
@@ -90,135 +82,68 @@ def run(folder: Path, name: str, architecture: str, seed: int, kind: str, *, ste
 def telemetry(common: dict, kind: str) -> list[dict]:
     seed, rows = common["seed"], []
     fast = FORMED.get(common["architecture"], 8) + seed
+
+    def row(metric: str, value: float, **axes: Any) -> None:
+        rows.append(common | {"step": step, "metric": metric, "value": value} | axes)
+
     for step in range(20):
-        rows.append({"step": step, "metric": "train_loss", "value": 4.0 - 0.1 * step - 0.01 * seed, "unit": "nats"})
+        row("train_loss", 4.0 - 0.1 * step - 0.01 * seed, unit="nats")
         if kind == "repeated":
-            rows.append({"step": step, "metric": "copy_loss", "value": 4.0 if step < fast else 1.0, "unit": "nats"})
+            row("copy_loss", 4.0 if step < fast else 1.0, unit="nats")
         if step % 10 == 0:
-            rows.append({"step": step, "metric": "learning_rate", "value": 1e-3})
-            axes = {"n": 4, "T": 16, "unit": "nats", "se": 0.05}
+            row("learning_rate", 1e-3)
             for domain in ("prose", "python") if kind == "text" else ("repeated",):
                 value = 4.0 - 0.1 * step - 0.05 * fast + 0.01 * seed
-                rows.append({"step": step, "metric": "validation_loss", "data": domain, "value": value, **axes})
+                row("validation_loss", value, data=domain, n=4, T=16, unit="nats", se=0.05)
             for layer in range(2):
                 for part in ("W_Q", "W_V"):
-                    rows.append(
-                        {
-                            "step": step,
-                            "metric": "gradient_norm",
-                            "part": part,
-                            "layer": layer,
-                            "value": 0.01 * (layer + 1),
-                        }
-                    )
+                    row("gradient_norm", 0.01 * (layer + 1), part=part, layer=layer)
             if common["architecture"] == "denseformer":
-                rows += [
-                    {
-                        "step": step,
-                        "metric": "coefficient",
-                        "part": f"alpha_{j}",
-                        "layer": 0,
-                        "value": 0.1 * j + 0.01 * step,
-                    }
-                    for j in range(2)
-                ]
-    rows.append({"step": 19, "metric": "tokens_per_second", "value": 1000.0 + seed, "unit": "tokens/s"})
-    return [common | row for row in rows]
+                for j in range(2):
+                    row("coefficient", 0.1 * j + 0.01 * step, part=f"alpha_{j}", layer=0)
+    row("tokens_per_second", 1000.0 + seed, unit="tokens/s")
+    return rows
 
 
 def measured(common: dict, kind: str) -> list[dict]:
     seed, rows = common["seed"], []
-    axes = {"data": "validation", "T": 16, "n": 4, "provenance": known()}
+
+    def row(metric: str, value: float, unit: str, **axes: Any) -> None:
+        axes = {"data": "validation", "T": 16, "n": 4, "provenance": known(), "step": step} | axes
+        rows.append(common | axes | {"metric": metric, "value": value, "unit": unit})
+
+    own = range(1 if common["architecture"] == "svformer" else 2)  # layers with values of their own
+    fast = FORMED.get(common["architecture"], 8)
     for step in STEPS if kind == "repeated" else (0, 20):
-        at = axes | {"step": step}
         if kind == "repeated":
-            rows += [
-                at | {"metric": "induction_score", "layer": n, "head": h, "value": 0.1 * n + 0.2 * h, "se": 0.01, "unit": "share"}
-                for n in range(2) for h in range(2)
-            ]  # fmt: skip
+            for layer in range(2):
+                for head in range(2):
+                    row("induction_score", 0.1 * layer + 0.2 * head, "share", layer=layer, head=head, se=0.01)
             continue
         for layer in range(2):
-            for site in ("v", "own_v"):
-                if (common["architecture"], site) != ("svformer", "own_v") or layer == 0:
-                    value = 1.0 - 0.2 * layer - 0.01 * seed - 0.001 * step
-                    rows.append(
-                        at
-                        | {
-                            "metric": "token_identity_share",
-                            "site": site,
-                            "layer": layer,
-                            "value": value,
-                            "se": 0.02,
-                            "unit": "share",
-                        }
-                    )
-            rows.append(
-                at
-                | {
-                    "metric": "importance_entropy",
-                    "layer": layer,
-                    "value": 2.3 + 0.1 * layer,
-                    "se": 0.02,
-                    "unit": "nats",
-                }
-            )
-            control = {
-                "metric": "importance_entropy",
-                "layer": layer,
-                "control": "uniform_causal",
-                "value": 2.4,
-                "unit": "nats",
-            }
-            rows.append(at | control)
-            rows.append(at | {"metric": "sink_rate", "layer": layer, "value": 0.0, "unit": "share of heads"})
-            rows.append(
-                at
-                | {"metric": "sink_mass", "layer": layer, "control": "uniform_causal", "value": 0.05, "unit": "share"}
-            )
+            sites = ("v", "own_v") if layer in own else ("v",)
+            for site in sites:
+                value = 1.0 - 0.2 * layer - 0.01 * seed - 0.001 * step
+                row("token_identity_share", value, "share", site=site, layer=layer, se=0.02)
+            row("importance_entropy", 2.3 + 0.1 * layer, "nats", layer=layer, se=0.02)
+            row("importance_entropy", 2.4, "nats", layer=layer, control="uniform_causal")
+            row("sink_rate", 0.0, "share of heads", layer=layer)
+            row("sink_mass", 0.05, "share", layer=layer, control="uniform_causal")
             for head in range(2):
-                rows.append(
-                    at
-                    | {
-                        "metric": "sink_mass",
-                        "layer": layer,
-                        "head": head,
-                        "value": 0.03 + 0.01 * head,
-                        "unit": "share",
-                    }
-                )
+                row("sink_mass", 0.03 + 0.01 * head, "share", layer=layer, head=head)
             for position in range(16):
-                rows.append(
-                    at
-                    | {
-                        "metric": "token_importance",
-                        "layer": layer,
-                        "position": position,
-                        "value": 1 / 16,
-                        "unit": "share",
-                    }
-                )
+                row("token_importance", 1 / 16, "share", layer=layer, position=position)
         for layer in range(2):
-            drain = {"metric": "value_drain", "layer": layer, "value": 0.9, "se": 0.02, "unit": "ratio"}
-            own = common["architecture"] != "svformer" or layer == 0
-            rows += [at | drain | {"site": site} for site in ("v", *(("own_v",) if own else ()))]
+            for site in ("v", "own_v") if layer in own else ("v",):
+                row("value_drain", 0.9, "ratio", layer=layer, se=0.02, site=site)
             for variant, value in ((None, 0.4), ("first_position", 0.1), ("profile", 0.1), ("content", 0.2)):
-                part = {"metric": "concentration_parts", "layer": layer, "variant": variant, "unit": "nats"}
-                rows.append(at | part | {"value": value * step / 20, "se": 0.01})
-        fast = FORMED.get(common["architecture"], 8)
-        rows.append(
-            at | {"metric": "loss", "value": 4.0 - 0.01 * step * (20 - fast) + 0.01 * seed, "se": 0.1, "unit": "nats"}
-        )
+                row("concentration_parts", value * step / 20, "nats", layer=layer, variant=variant, se=0.01)
+        row("loss", 4.0 - 0.01 * step * (20 - fast) + 0.01 * seed, "nats", se=0.1)
     if kind == "text":
-        deep = [{"layer": 0}, {"layer": 1}, {}] if common["architecture"] != "svformer" else [{"layer": 0}]
-        for where in deep:
+        for where in [{"layer": layer} for layer in own] + ([{}] if len(own) == 2 else []):
             for variant, value in (("zero", 0.2), ("token_mean", 0.01), ("mean", 0.1)):
-                at = (
-                    axes
-                    | where
-                    | {"step": 20, "metric": "value_ablation", "site": "own_v", "unit": "nats", "variant": variant}
-                )
-                rows.append(at | {"value": value + 0.01 * seed, "se": 0.03})
-    return [common | row for row in rows]
+                row("value_ablation", value + 0.01 * seed, "nats", **where, site="own_v", variant=variant, se=0.03)
+    return rows
 
 
 def populate(folder: Path) -> Path:
@@ -266,14 +191,8 @@ def half_write(folder: Path) -> Path:
     (folder / "text-resformer-s0").mkdir()
     run(folder, "text-svformer-s0", "svformer", 0, "text", steps=(0,))
     (folder / "text-svformer-s0" / "tokenizer.json").unlink()
-    status = {
-        "finished": False,
-        "elapsed_s": 3.0,
-        "left_s": None,
-        "models": ["race-svformer-s0"],
-        "ready": [],
-        "failed": {"x": "boom"},
-    }
+    status = {"finished": False, "elapsed_s": 3.0, "left_s": None, "ready": [], "failed": {"x": "boom"}}
+    status |= {"models": ["race-svformer-s0"]}
     write_json(folder / ".demo.json", status)
     return folder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from seams import TOGETHER
 
-WIDE = torch.float64
 WRITTEN = 280  # ids of the tokenizer; the model that writes with it has a few more
 FOUR = {"n_layers": 4}
 FIVE = {"n_layers": 5}
@@ -16,11 +15,6 @@ COMBINED = [
 ]  # fmt: skip
 EVERY = [(name, {}, {} if "qa" in name else {"n_key_value_heads": 2}) for name in TOGETHER] + COMBINED
 NAMES = [f"{name}-{index}" if options else name for index, (name, options, _) in enumerate(EVERY)]
-
-
-def tokens(model, length, *, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.d_vocab, (batch, length), generator=generator)
 
 
 def in_chunks(model, ids, sizes, cache=None):

@@ -83,6 +83,7 @@ def test_caching_everything_forms_no_quadratic_tensor(some_architecture, tiny):
     assert eager.numel == T * T * 4
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_rebuilt_scores_and_patterns_equal_the_cached(tiny, kv_heads, dtype):

@@ -15,6 +15,7 @@ def test_svformer_is_resformer_1_0(tiny):
     torch.testing.assert_close(resformer(ids), svformer(ids), atol=0, rtol=0)
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("source", "weight"), [("previous", 1), ("first", 0.3), ("all", 1), ("all", 2.5), (1, 4)])
 def test_cross_layer_attention_with_its_own_keys_is_the_same_key_mean(tiny, source, weight, kv_heads):

@@ -27,6 +27,7 @@ def same(a, b, ids, *, exact=True):
         torch.testing.assert_close(grads[0][name], grads[1][name], atol=1e-12, rtol=1e-9, msg=name)
 
 
+@pytest.mark.fast(23)
 @pytest.mark.parametrize(("architecture", "options"), [*NEUTRAL, *FURTHER])
 def test_neutral_setting_is_the_vanilla_decoder_exactly(tiny, architecture, options):
     heads = 4 if {"gqa", "mqa"} & set(architecture.split("+")) else 2  # query_group = 1 means as many as query heads

@@ -20,6 +20,7 @@ def unmeasured():
     return evidence([of for task in ("text", "repeated") for of in runs(*everyone, seeds=1, task=task)])
 
 
+@pytest.mark.fast(15)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_no_runs_and_runs_without_a_number_are_explained(name, unmeasured):
     tried = [(judged(name, []), "Needs")]

@@ -151,10 +151,7 @@ def test_same_cost(slower, cache, status):
     assert judged("same_cost", made, rows, pace).status == status
 
 
-@pytest.mark.parametrize(
-    ("neutreno", "denseformer", "status"),
-    [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted")],
-)
+@pytest.mark.parametrize(("neutreno", "denseformer", "status"), [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted")])
 def test_ahead_of_relatives(neutreno, denseformer, status):
     levels = {"resformer": 2.70, "neutreno": neutreno, "denseformer": denseformer}
     found = from_losses("ahead_of_relatives", levels, lr_final=1.0)
@@ -194,8 +191,7 @@ def test_first_layer_is_the_source(second, status):
 
 
 @pytest.mark.parametrize(
-    ("growth", "early", "status"),
-    [(0.1, 2.75, "supported"), (-0.1, 2.75, "refuted"), (0.1, 2.60, "refuted")],
+    ("growth", "early", "status"), [(0.1, 2.75, "supported"), (-0.1, 2.75, "refuted"), (0.1, 2.60, "refuted")]
 )
 def test_late_layers_profit(growth, early, status):
     made, told = [], []

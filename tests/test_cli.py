@@ -68,6 +68,7 @@ def test_commands_are_a_decision():
     assert {c.name or c.callback.__name__ for c in commands.registered_commands} == EXPECTED
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("command", sorted(EXPECTED))
 def test_every_command_has_help_from_its_docstring(command):
     done = run(command, "--help", COLUMNS="200")

@@ -158,6 +158,7 @@ def test_hooks_are_heard_by_blocks_compiled_alone(tiny, ids):
     check_hooks(model, model, ids)
 
 
+@pytest.mark.slow
 @broken_graphs
 def test_a_part_compiled_as_one_graph_refuses_hooks(tiny, ids):
     model = tiny("resformer")

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", *ROOT.glob("docs/**/*.md")])
 
 
+@pytest.mark.slow
 def test_generated_files_are_current():
     stale = [path.name for path, content in generate.pages().items() if path.read_text(encoding="utf-8") != content]
     assert not stale, "run `make docs`"

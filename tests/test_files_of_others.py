@@ -146,6 +146,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_is_named_and_the_advice_gives_weights_that_open(kind, tmp_path):

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from decoding import WIDE, WRITTEN, in_chunks, tokens
+from decoding import WRITTEN, in_chunks
+from inputs import WIDE, tokens
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from typer.testing import CliRunner
 

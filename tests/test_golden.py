@@ -75,6 +75,7 @@ def test_a_published_implementation_is_reproduced(golden):
     assert entropy == pytest.approx(found["token_importance_entropy_by_layer"], abs=1e-4)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("folder", ["baseline_gqa", "denseformer_dilation2_period1"])
 def test_loading_without_a_name_warns_and_names_the_alternatives(folder):
     """Every file says `llama`: what the tensors cannot tell apart is assumed aloud, what they can is recognised."""
@@ -118,6 +119,7 @@ def test_a_contradictory_architecture_is_refused_by_the_tensors_names(folder, ar
         workbench.load(GOLDEN / folder, architecture=architecture)
 
 
+@pytest.mark.fast(8)
 def test_a_wrong_constant_is_no_accident(golden):
     """The references do tell architectures apart: another constant moves the logits far beyond the tolerance."""
     for key, value in golden.options.items():

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("workbench", "app", "analyses")
@@ -14,15 +15,10 @@ MAX_LOOSE, MAX_FILE, MAX_FUNCTION = 8, 600, 80
 
 
 @cache
-def tree(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
 def nodes(path):
     """Imports and functions of a file, wherever they stand."""
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in statements(tree(path)) if isinstance(node, kinds)]
+    return [node for node in statements(parsed(path)[1]) if isinstance(node, kinds)]
 
 
 def statements(node):

@@ -58,6 +58,7 @@ def cache(gpt2, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model@step10", "models--lab--tiny-model"])
 def test_a_name_in_the_cache_opens_as_its_folder_does(cache, gpt2, name):
     name = cache / name if name.startswith("models--") else name
@@ -221,6 +222,7 @@ def test_what_is_not_there_to_fetch_is_said_in_a_sentence(served, name, said, tm
     assert not list((tmp_path / "hub").glob("models--*/snapshots/*/*"))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "command", [["generate", "lab/tiny", "--prompt", "3 1"], ["import", "lab/tiny"], ["xray", "lab/tiny"]]
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoding import EVERY, NAMES, WIDE, in_chunks, tokens
+from decoding import EVERY, NAMES, in_chunks
+from inputs import WIDE, tokens
 
 from workbench.config import PRESETS
 from workbench.errors import BadData

@@ -44,6 +44,7 @@ def plant_previous_token_head(model, layer, head):
 STRONG = [name for name in TOGETHER if "post_norm" not in name]  # normed queries have one strength
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("architecture", [*STRONG, "resformer+cross_layer"])
 def test_a_planted_previous_token_head_is_found(tiny, architecture):
     """At six positions the largest score is at distance 1 (cosines of i - j - 1 radians); row 0 sees itself alone."""

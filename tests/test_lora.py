@@ -46,6 +46,7 @@ def adapted(request, tmp_path_factory):
     return home / "base", home / "adapter", logits
 
 
+@pytest.mark.fast(1)
 def test_an_adapter_opens_on_its_base_as_the_sum_of_both(adapted):
     base, folder, logits = adapted
     with warnings.catch_warnings():

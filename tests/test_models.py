@@ -8,20 +8,11 @@ import re
 
 import pytest
 import torch
+from inputs import SMALL, WIDE, tokens
 from seams import COVERING, TOGETHER
 
-from workbench.config import ModelConfig
 from workbench.models import ARCHITECTURES, build
 from workbench.names import ACTIVATIONS, position_axis
-
-WIDE = torch.float64
-SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
-
-
-def tokens(model, length, *, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.config.d_vocab, (batch, length), generator=generator)
-
 
 # ---- two paths, one result -------------------------------------------------------------------------------------------
 
@@ -43,6 +34,7 @@ def test_fused_attention_equals_eager_in_values_and_gradients(any_architecture, 
 # ---- what the named activations are ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(11)
 @pytest.mark.parametrize("architecture", [*COVERING, "resformer+cross_layer"])
 def test_activations_obey_their_identities(awake, architecture):
     """What enters a layer, its coefficients, what it attends with, and what comes out, each computed from the others."""
@@ -121,6 +113,7 @@ def test_activations_obey_their_identities(awake, architecture):
         assert torch.equal(raw, cache[f"blocks.{layer}.hook_dwa_in"] if averaged else cache["resid_post", layer])
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(
     ("architecture", "options"), [*((a, {}) for a in TOGETHER), ("residual_attention", {"attn_mix": "logit"})]
 )

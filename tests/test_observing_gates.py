@@ -32,6 +32,7 @@ def gates(module, ids, name):
     return {i: form[name](g) for i, g in seen.items()}
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*GATED][1:])
 def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):

@@ -255,6 +255,7 @@ def test_parts_are_those_of_the_weights_of_now(ids):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("make", "by", "told"),

@@ -225,6 +225,7 @@ def test_an_mlp_of_bare_products_is_found_and_replaced():
 # ---- the X-ray ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_xray_of_a_decoder_with_another_stream_names_its_value_path():
     class Scaled(Block):
         def forward(self, x, memory, table=None):

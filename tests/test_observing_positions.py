@@ -161,6 +161,7 @@ def longer(request):
     return see(large(request.param()).double(), ids)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("point", ["hook_resid_pre", "attn.hook_v", "attn.hook_pattern"])
 @torch.no_grad()
 def test_what_is_replaced_is_the_tokens_and_nothing_else(longer, point, ids):

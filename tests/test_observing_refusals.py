@@ -36,6 +36,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_read_is_refused_by_its_cause(name, ids):
     make, cause = REFUSALS[name]

@@ -193,6 +193,7 @@ class Apart(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize("alike", ["keys and values", "multiples", "heads"])
 def test_matrices_that_are_equal_when_observed_are_not_merged(alike, ids):

@@ -138,6 +138,7 @@ class NormedAndTurned(Apart):
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("turned", [False, True])
 def test_queries_that_are_normed_after_they_are_mixed_show_the_ratio_of_their_weights(turned, ids):
     """In a function without rotation, or in a module before it."""

@@ -113,6 +113,7 @@ def test_the_page_takes_the_logits_of_another_librarys_model_apart(another, brow
     assert any("the parts sum to" in said.value for said in at.markdown)
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_xrayed_on_a_file_of_token_ids(imported, tmp_path):
     """The file is all the data there is: its first part gives the means per token, its end is what is measured."""
     ids = torch.randint(61, (2000,), generator=torch.Generator().manual_seed(0))

@@ -77,6 +77,7 @@ def test_error_bars_over_seeds_are_the_range_the_standard_error_or_the_interval(
         plots.plot(frame, spread="sd")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("metric", "form"),
     [("importance_entropy", "profile"), ("token_importance", "positions"), ("sink_mass", "heads"), ("loss", "bars")],

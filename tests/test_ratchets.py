@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import parsed
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
 TOTAL = 56_765  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_541,
@@ -62,7 +64,7 @@ OPENERS = re.compile(
 def product():
     """Source and tree of every Python file of the product."""
     paths = [p for folder in ("workbench", "app") for p in sorted((ROOT / folder).rglob("*.py"))]
-    return {p.relative_to(ROOT): (text := p.read_text(encoding="utf-8"), ast.parse(text)) for p in paths}
+    return {p.relative_to(ROOT): parsed(p) for p in paths}
 
 
 def package(path):

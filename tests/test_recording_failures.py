@@ -61,6 +61,7 @@ def train(change, recorder_of):
     return model.state_dict()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("change", "ends", "begins"),
     [
@@ -97,6 +98,7 @@ def test_a_module_that_changes_while_it_trains_is_recorded_as_far_as_it_can_be(c
         assert rows(tmp_path / "r", "hidden_norm", layer=1)["step"].tolist() == [0, 1, 3]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

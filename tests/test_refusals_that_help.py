@@ -57,6 +57,7 @@ def test_a_softmax_at_the_side_does_not_hide_the_decoder():
     assert [layer.block for layer in observed.structure.layers] == [f"transformer.h.{i}" for i in range(3)]
 
 
+@pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_kind_of_mask_is_that_of_the_call(eager):

@@ -194,6 +194,7 @@ def test_random_labels_are_what_the_probe_can_learn_by_heart():
 # ---- what they keep --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", EVERY_PROBE[::2])
 def test_probes_do_not_depend_on_order_batches_or_merging(kind):
     tokens = zipf(100, 20, 30)

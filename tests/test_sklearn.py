@@ -237,6 +237,7 @@ def test_views_draw_both_models_with_their_numbers(tmp_path):
     assert one.figure.layout.coloraxis.colorbar.title.text == "position"
 
 
+@pytest.mark.slow
 def test_scikit_learn_is_imported_where_it_is_used_alone():
     code = "import sys, workbench, workbench.cli, workbench.views.maps, workbench.views.heads; print('sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

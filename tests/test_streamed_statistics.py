@@ -50,6 +50,7 @@ def attention_by_hand(architecture, cache, layer, logits):
     return dict(zip(names, softmax_of(whole).split(own.shape[-1], -1), strict=True)), whole.logsumexp(-1)
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("how", ["streamed", "eager"])
 def test_statistics_are_those_of_the_pattern(any_attention, tiny, how):
     """Streamed beside the fused attention, or taken from patterns that were formed: what a naive attention has.

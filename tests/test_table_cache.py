@@ -265,6 +265,7 @@ def test_processes_that_write_the_index_at_once_lose_nothing(ask, settled):
     assert RecordCache(ask.folder).unread(entries) == 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("obstacle", ["folder", "device"])
 def test_runs_of_a_folder_whose_index_cannot_be_written_stay_in_memory(ask, settled, obstacle):
     entries, file = settled(), ask.folder / INDEX

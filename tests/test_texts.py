@@ -48,6 +48,7 @@ def test_rows_of_tables_and_datasets_are_the_same_documents(tables):
         dataset_rows(f"datasets:{tables}/set", size - 1)
 
 
+@pytest.mark.slow
 def test_an_installed_package_is_a_text_with_version_licence_and_hashes(tmp_path):
     data = prepare(texts=["installed:pluggy"], vocabulary=300, root=tmp_path)
     package = importlib.metadata.distribution("pluggy")

@@ -74,6 +74,7 @@ def test_a_known_map_of_a_handmade_model_is_recovered(tiny):
     assert rows[0, "tuned"] < 1e-6 < rows[0, "logit"]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("architecture", PAPER)
 def test_the_last_row_is_the_output_and_earlier_rows_are_nearer_than_the_frequencies(awake, architecture):
     model = awake(architecture)

@@ -176,6 +176,7 @@ def test_the_sentence_tells_the_table_and_the_path_is_that_of_the_largest_reader
     assert set(other.loc[other["kind"] == "logit", "query"]) == {5}
 
 
+@pytest.mark.slow
 def test_two_models_are_followed_below_each_other_and_a_layer_that_one_lacks_is_refused(populated):
     drawing = drawn(populated, compare="1", b="text-transformer-s0")
     assert {name[:2] for name in drawing.table["model"]} == {"A:", "B:"}

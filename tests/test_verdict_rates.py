@@ -33,6 +33,7 @@ def test_one_seed_decides_nothing_and_two_decide_nothing(name, monkeypatch):
         assert math.isnan(found.p), "no odds of what nothing was tested on"
 
 
+@pytest.mark.slow
 def test_the_simulation_sees_a_rule_that_refutes_where_any_part_is_contrary(monkeypatch):
     """Five rivals at 2.5 % each, without the correction for their number: more than 6 % of nulls are refuted."""
     rule = Rule("value_path_is_the_place", np.random.default_rng(0))

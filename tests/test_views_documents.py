@@ -65,6 +65,7 @@ def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(a
     assert {d[0] for d in drawing.figure.data[0].customdata} == set(range(10))
 
 
+@pytest.mark.slow
 def test_documents_are_sorted_by_a_measure_or_by_the_difference_of_two_models(ask):
     run, other = (Run.open(ask.folder / name) for name in (RUN, "race-svformer-s0"))
     values = measured(run.path, run.data.sample(DOCUMENTS, 16).hash)

@@ -229,6 +229,7 @@ def test_a_model_without_tokenizer_and_data_is_refused_in_words(tiny):
         xrays.xray(tiny())
 
 
+@pytest.mark.slow
 def test_without_a_browser_the_page_is_there_and_the_picture_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_BROWSER", str(tmp_path / "none"))
     ids = torch.randint(61, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -292,6 +293,7 @@ def found_sinks(total, layer=1, head=0, **parts):
     return [{"metric": "found_sinks", "layer": layer, "head": head, "variant": k, "value": v} for k, v in parts.items()]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
