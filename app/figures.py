@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
 from workbench.views.follow import number
+from workbench.views.measures import Measure
 from workbench.views.source import OF_PROMPTS, checkpoint_key
 from workbench.views.writing import caption_of, picture
 
@@ -293,6 +294,27 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
                         key=f"lapse_html_{name}", on_click="ignore",
                     )  # fmt: skip
                     st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
+
+
+M = TypeVar("M", bound=Measure)
+
+
+def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[str] = ()) -> tuple[Link, M]:
+    """Boxes for a measure with its definition, its site and its variant; return the link with them, and its options."""
+    options = read(link)
+    metric = widgets.choose(
+        "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=elsewhere
+    )
+    panel = st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
+    definition_of([metric], panel)
+    options = read(link := link.but(metric=metric))
+    if options.sites:
+        link = link.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
+        options = read(link)
+    variant = widgets.choose(
+        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
+    )
+    return link.but(variant=variant), read(link.but(variant=variant))
 
 
 def definition_of(measures: list[str], panel: Any) -> None:

@@ -15,6 +15,7 @@ import pandas as pd
 import streamlit as st
 
 from workbench.plots import SPREADS
+from workbench.plots.style import true_minus
 from workbench.runs.tables import latex_table, markdown_table
 from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
@@ -41,7 +42,7 @@ def typeset(text: object) -> str:
         digits = found[0].replace(".", "").lstrip("0")
         return found[0] if len(digits) < 4 else f"{float(found[0]):{'.3g' if float(found[0]) < 999.5 else '.0f'}}"
 
-    return escaped(re.sub(r"(?<![\w.)])-(?=[\d.])", "−", LONG.sub(rounded, str(text))))
+    return escaped(true_minus(LONG.sub(rounded, str(text))))
 
 
 def spaced(name: str) -> str:
@@ -109,11 +110,6 @@ def choose(
         label, options, key=f"w_{key}", format_func=distinct_labels(options, show), on_change=_mirror, args=(key, str, clears),
         **kwargs,
     )  # fmt: skip
-
-
-def choose_variant(variants: Sequence[Any], default: Any) -> Any:
-    """The variants of a measure, if there are several."""
-    return choose("Variant", "variant", variants, default, show=spaced, width=130, only_if_many=True)
 
 
 def choose_spread() -> str:

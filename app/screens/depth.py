@@ -7,7 +7,6 @@ from dataclasses import replace
 import pandas as pd
 import streamlit as st
 
-from workbench import plots
 from workbench.places import module
 from workbench.views import Link, depth
 
@@ -16,7 +15,7 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
-from ..figures import definition_of, show
+from ..figures import choose_measure, show
 from ..measuring import measure_box
 from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
 from ..prompt_box import OF_A_PROMPT
@@ -41,11 +40,12 @@ def depth_page(link: Link) -> None:
         if point.at is not None:
             widgets.update_url(layer=point.at[0], behind=1)
 
-    least = PANELS_PX if link.on("compare") or options.is_map else FIGURE_PX
-    with figures_side_by_side(least) if len(drawn) > 1 else st.container():
-        for view in drawn:
-            with st.container():
-                show(view, link, take=None if view is depth.course else take)
+    least = PANELS_PX if link.on("compare") else FIGURE_PX
+    for row in [drawn[:1], drawn[1:]] if options.is_map else [drawn]:  # maps take the full width
+        with figures_side_by_side(least) if len(row) > 1 else st.container():
+            for view in row:
+                with st.container():
+                    show(view, link, take=None if view is depth.course else take)
     source = cached_source()
     runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     runs = [e for e in runs if e.steps and not e.shipped]
@@ -98,18 +98,7 @@ def _behind(link: Link) -> None:
 def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:
     source = cached_source()
     bare = link.but(site=None, variant=None, view=None, seed=None, metric=None)
-    options = depth.depth_options(source, bare)
-    metric = widgets.choose("Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200)
-    definition_of(
-        [metric], st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
-    )
-    bare = bare.but(metric=metric)
-    options = depth.depth_options(source, bare)
-    if options.sites:
-        bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
-        options = depth.depth_options(source, bare)
-    bare = bare.but(variant=widgets.choose_variant(options.variants, options.variant))
-    options = depth.depth_options(source, bare)
+    bare, options = choose_measure(bare, lambda asked: depth.depth_options(source, asked))
     form = widgets.choose("View", "view", options.forms, options.form, show=depth.FORMS.__getitem__, width=150)
     with st.popover("More", icon=":material/tune:"):
         if not link.on("compare"):

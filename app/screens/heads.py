@@ -5,7 +5,6 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from workbench import plots
 from workbench.places import module
 from workbench.views import Link, heads
 
@@ -14,7 +13,7 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 from .. import widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
-from ..figures import definition_of, show
+from ..figures import choose_measure, show
 from ..page_frame import controls, page
 from ..prompt_box import OF_A_PROMPT
 from ..selection import choose_models
@@ -97,23 +96,13 @@ def _choices(link: Link) -> tuple[Link, heads.RunHead]:
     bare = link.but(**dict.fromkeys(("metric", "site", "variant", "end", "layer", "head")))
     options = heads.head_options(source, bare)
     of_layers, asked = heads.of_layers(source, bare, options), st.query_params.get("metric")
-    metric = widgets.choose(
-        "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=of_layers
-    )
+    bare, options = choose_measure(bare, lambda asked: heads.head_options(source, asked), of_layers)
     if asked in of_layers:
         words = widgets.spaced(asked).capitalize()
-        st.caption(f"{words} is not measured per head; ranked by {widgets.spaced(metric)}.")
-    definition_of(
-        [metric], st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
+        st.caption(f"{words} is not measured per head; ranked by {widgets.spaced(options.metric)}.")
+    bare = bare.but(
+        end=widgets.choose("Order", "end", list(heads.ENDS), options.end, show=heads.ENDS.__getitem__, width=150)
     )
-    bare = bare.but(metric=metric)
-    options = heads.head_options(source, bare)
-    if options.sites:
-        bare = bare.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
-        options = heads.head_options(source, bare)
-    bare = bare.but(variant=widgets.choose_variant(options.variants, options.variant))
-    end = heads.head_options(source, bare).end
-    bare = bare.but(end=widgets.choose("Order", "end", list(heads.ENDS), end, show=heads.ENDS.__getitem__, width=150))
     at = bare
     for key in ("layer", "head"):
         asked = link.text(key)

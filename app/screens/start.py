@@ -310,7 +310,7 @@ def _verdicts(link: Link) -> None:
         if decided:
             _claim(link.but(claim=claim), decided[claim])
     rest = [j for j in judged if not j.decided]
-    panel = st.expander(f"{len(rest)} undecided claims and the reasons", key="rest", on_change="rerun")
+    panel = st.expander(f"{len(rest)} claims without a verdict, and the reasons", key="rest", on_change="rerun")
     if panel.open:
         with panel:
             table = start.verdicts_table(rest)[["question", "claim", "verdict", "because", "not measured"]]
@@ -418,8 +418,8 @@ def _sinks(link: Link) -> None:
     if show(start.forming, link) is not None:
         steps = sink_steps(start.sink_records(cached_source()))
         st.markdown(
-            f"**Sink onset**: the step at which the strongest head gives the start token {SINK:.0%} of its attention. "
-            f"On all pages a head is called a sink above {SINK_MASS:.0%}."
+            f"**Sink onset**: the step at which the start token's share of the strongest head's attention passes {SINK}. "
+            f"On all pages a head is called a sink above {SINK_MASS}."
         )
         st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
         st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")

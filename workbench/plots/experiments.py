@@ -251,6 +251,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             autorange="reversed", type="category", categoryorder="array", categoryarray=names, row=i, col=1
         )
     whisker = f"whisker: {confidence()} interval" + (f", Holm-adjusted over {adjusted}" if adjusted else "")
+    whisker = whisker if table["low"].notna().any() else "no interval"
     grey = "grey: not part of the verdict" if "role" in table and (table["role"] == "context").any() else ""
     caption = wrapped(
         "; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, max(beyond), grey) if s), 125

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.plots.grids import safe
-from workbench.plots.style import at_least, dressed, wrapped
+from workbench.plots.style import at_least, dressed, true_minus, wrapped
 
 THICK, PITCH, HEADING = 190.0, 21.0, 30.0
 """Pixels: of all strands together, between two labels, above a group of strands."""
@@ -134,7 +134,7 @@ def _area(
     **options: Any,
 ) -> None:
     figure.add_scatter(
-        x=list(x), y=list(y), mode="lines", fill="toself", fillcolor=look, hoveron="fills", text=says,
+        x=list(x), y=list(y), mode="lines", fill="toself", fillcolor=look, hoveron="fills", text=true_minus(says),
         hoverinfo="text" if says else "skip", showlegend=False, **options, **where,
     )  # fmt: skip
 
@@ -150,6 +150,6 @@ def _text(
 ) -> None:
     places = [y] if isinstance(y, int | float) else list(y)
     figure.add_scatter(
-        x=[x] * len(words), y=places, text=list(words), mode="text", textposition=side, textfont_size=12, name=name,
+        x=[x] * len(words), y=places, text=[*map(true_minus, words)], mode="text", textposition=side, textfont_size=12, name=name,
         hoverinfo="none", showlegend=False, cliponaxis=False, **where,
     )  # fmt: skip

@@ -250,13 +250,14 @@ def plot(
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
         figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.2 / count, "yanchor": "top"})
-    return at_least(figure, PANEL * columns) if columns > 1 else figure
+    least = 235 if all(p.form in MAPS for p in panels) else PANEL  # four maps in a row of a laptop's page
+    return at_least(figure, least * columns) if columns > 1 else figure
 
 
 def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
     """Return an empty figure with a cell for each panel, and the number of columns."""
-    abreast = len(panels) > 6 or (len(panels) == 3 and all(p.form in (*MAPS, "steps") for p in panels))
-    columns = min(len(panels), 3 if abreast else 2)
+    maps, courses = (all(p.form in forms for p in panels) for forms in (MAPS, ("steps",)))
+    columns = min(len(panels), 4 if maps else 3 if len(panels) > 6 or (courses and len(panels) == 3) else 2)
     count = -(-len(panels) // columns)
     titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None
     units = 0.32 if any(p.key[-1] != panels[0].key[-1] for p in panels) else 0.2

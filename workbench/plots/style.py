@@ -347,6 +347,11 @@ def _tame(text: str) -> str:
     return re.sub(r"<(?!br>)", "&lt;", text)
 
 
+def true_minus(text: str) -> str:
+    """Return a text with true minus signs before its numbers."""
+    return re.sub(r"(?<![\w.)])-(?=[\d.])", "−", text)
+
+
 def plain(text: Any) -> str:
     """Text of a figure without its markup."""
     return markup.unescape(str(text or "").replace("<br>", " "))

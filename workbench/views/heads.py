@@ -382,18 +382,9 @@ def sink(source: Source, link: Link) -> Drawing:
 
     for i, step in enumerate(entry.steps):
         results = source.keep(("sink score", entry.path, entry.stamp, step, layer), partial(read, step))
-        of_sides = {"key": results[picked.head].keys, "query": results[picked.head].queries}
-        tables += [
-            pd.DataFrame(
-                {
-                    "step": step,
-                    "side": side,
-                    "part": [*map(prompts.part_in_words, parts.index)],
-                    "score": parts.to_numpy(),
-                }
-            )
-            for side, parts in of_sides.items()
-        ]
+        for side, parts in (("key", results[picked.head].keys), ("query", results[picked.head].queries)):
+            names = [*map(prompts.part_in_words, parts.index)]
+            tables.append(pd.DataFrame({"step": step, "side": side, "part": names, "score": parts.to_numpy()}))
         if source.progress is not None:
             source.progress(i + 1, len(entry.steps))
     table = pd.concat(tables, ignore_index=True).assign(run=entry.name, layer=layer, head=picked.head)

@@ -275,11 +275,20 @@ def verdicts(source: Source, link: Link) -> Drawing:
     """Claims that these runs support, refute or leave open, by question."""
     check_part(link, "verdicts")
     judged = judgements(source, link)
-    statuses = [(QUESTIONS[j.claim.question], j.claim.name, j.verdict.status) for j in judged]
-    under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it"
+    tested = [j for j in judged if j.verdict.status != "not_checkable"] or judged
+    statuses = [(QUESTIONS[j.claim.question], j.claim.name, j.verdict.status) for j in tested]
+    folded = (
+        f"; {len(judged) - len(tested)} claims that these runs cannot check are left out"
+        if len(tested) < len(judged)
+        else ""
+    )
+    under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it{folded}"
     results = [j.verdict for j in judged]
-    tested = any(math.isfinite(v.p) for v in results)
-    chance = expected_by_chance(results) if tested else "No claim has a p-value here; each says what it lacks."
+    chance = (
+        expected_by_chance(results)
+        if any(math.isfinite(v.p) for v in results)
+        else "No claim has a p-value here; each says what it lacks."
+    )
     return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
 
@@ -294,6 +303,7 @@ def verdict(source: Source, link: Link) -> Drawing:
         title = judged.claim.name.replace("_", " ").capitalize()
         tested = sum(math.isfinite(j.verdict.p) for j in all_judged)
         adjusted = f"{tested} claims" if judged.verdict.alone is not None and tested > 1 else ""
+        sentence += " Intervals in this sentence are those before Holm's correction." if adjusted else ""
         return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
     from workbench.claims.collect import stored  # imports torch
 
