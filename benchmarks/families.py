@@ -5,7 +5,8 @@
 The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
 width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
 and column sums of each row, and the pattern times our values); hooks on its blocks and `output_hidden_states` (streams), on its
-value projections where they are named so (own values), on its output projections (z); parts of its logits against their sum.
+value projections where they are named so (own values), on its output projections (z), on its experts (the weights that they are
+given); parts of its logits against their sum.
 A number is wrong where it is off by more than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention;
 exits with 1 where a number is wrong.
 """
@@ -30,6 +31,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.decomposition import decompose
 from workbench.observing.observation import observe
 from workbench.observing.observed_model import Observed
+from workbench.observing.recognition.routers import Router
 
 TABLE = Path(__file__).with_suffix(".csv")
 LIMIT = 1e-4  # relative to the largest entry, at least 1
@@ -71,24 +73,30 @@ def attentions_of(module: nn.Module, ids: Tensor) -> list[Tensor]:
     return [p.double() for p in given if isinstance(p, Tensor) and p.ndim == 4 and p.shape[-2:] == (LENGTH, LENGTH)]
 
 
-def hooked(module: nn.Module, ids: Tensor, names: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs and outputs of the named modules in a plain run, where they run once."""
-    inputs: dict[str, list[Tensor]] = {}
-    outputs: dict[str, list[Tensor]] = {}
+def hooked(module: nn.Module, ids: Tensor, names: list[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Inputs and outputs of the named modules in a plain run, where they run once, and (experts, weights) among the inputs."""
+    inputs: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
+    taken: dict[str, list[Any]] = {}
 
-    def keep(part: Any, args: Any, output: Any, name: str) -> None:
+    def keep(part: Any, args: Any, options: Any, output: Any, name: str) -> None:
+        tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        for experts in (x for x in tensors if x.dtype in (torch.int64, torch.int32)):
+            weights = (x for x in tensors if x.is_floating_point() and x.shape == experts.shape)
+            taken.setdefault(name, []).extend((experts.clone(), x.clone()) for x in weights)
         with contextlib.suppress(StopIteration):  # a module that passes no tensor
             outputs.setdefault(name, []).append(tensor_of(output).clone())
             inputs.setdefault(name, []).append(tensor_of(args).clone())
 
     handles = [
-        module.get_submodule(n).register_forward_hook(lambda m, a, o, n=n: keep(m, a, o, n)) for n in names
-    ]  # fmt: skip
+        module.get_submodule(n).register_forward_hook(lambda m, a, k, o, n=n: keep(m, a, k, o, n), with_kwargs=True)
+        for n in names
+    ]
     module(ids)
     for handle in handles:
         handle.remove()
     once = lambda kept: {name: tensors[0] for name, tensors in kept.items() if len(tensors) == 1}  # noqa: E731
-    return once(inputs), once(outputs)
+    return once(inputs), once(outputs), once(taken)
 
 
 def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tensor) -> dict[str, float]:
@@ -123,7 +131,7 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
                 if (point := f"{attn}.hook_{name}") in cache:
                     note(name, off(cache[point], truth[name]))
     names = dict(module.named_modules())
-    inputs, outputs = hooked(module, ids, [n for n in names if n])
+    inputs, outputs, taken = hooked(module, ids, [n for n in names if n])
     states = getattr(module(ids, output_hidden_states=True), "hidden_states", None) or ()
     start = outputs.get(observed.structure.layers[0].block)
     after = (
@@ -149,6 +157,13 @@ def compared(observed: Observed, module: nn.Module, eager: nn.Module, ids: Tenso
                 point = f"blocks.{i}.attn.hook_z"
                 if point in cache and observed.structure.layers[i].z is not None:
                     note("z", off(cache[point].flatten(2), inputs[name].reshape(*ids.shape, -1)))
+    for i, layer in enumerate(observed.structure.layers):  # what the module of the experts is given
+        if isinstance(layer.router, Router) and (
+            given := taken.get(f"{layer.router.module.rpartition('.')[0]}.experts")
+        ):
+            experts, weights = (x.reshape(ids.numel(), -1) for x in given)
+            seen = cache[f"blocks.{i}.mlp.hook_expert_weights"].flatten(0, 1)
+            note("experts", off(seen, torch.zeros_like(seen).scatter_add(-1, experts.long(), weights.to(seen))))
     return worst
 
 
@@ -194,7 +209,7 @@ def taken_apart(observed: Observed, ids: Tensor) -> dict[str, Any]:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    measured = {name: row.get(name) for name in (*STATISTICS, "v", "own_v", "z", "stream", "parts")}
+    measured = {name: row.get(name) for name in (*STATISTICS, "v", "own_v", "z", "stream", "experts", "parts")}
     return row["status"] == "failed" or bool(row.get("logits")) or any(
         value is not None and not value <= LIMIT for value in measured.values()
     )  # fmt: skip
@@ -212,7 +227,9 @@ def main() -> int:
             row = row_of(family, implementation, options.seconds)
             row["wrong"] = is_wrong(row)
             rows.append(row)
-            numbers = {n: f"{row[n]:.1e}" for n in ("logits", *STATISTICS, "v", "own_v", "z", "stream") if n in row}
+            numbers = {
+                n: f"{row[n]:.1e}" for n in ("logits", *STATISTICS, "v", "own_v", "z", "stream", "experts") if n in row
+            }
             print(
                 family,
                 implementation,

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/observing.py [--quick] [--slack 1.3]
 
-Two modules that know nothing of the workbench: the hook-free twin of our decoder (`twin.py`) and a Llama of Hugging Face;
+Modules that know nothing of the workbench: the hook-free twin of our decoder (`twin.py`), a Llama and a Mixtral of Hugging Face;
 8 layers, d 256, vocabulary 2048, float32, one sequence, one thread; variants interleaved in this process. Idle has a limit at
 every length, reading and statistics from 256 tokens on. Peak memory: a Llama of 2 layers with 4 heads at T 16,384, in fresh
 processes, over a plain run's; its pattern would be 4 GiB a layer. Exits with 1 where a limit is broken.
@@ -69,6 +69,17 @@ def llama(n_layers: int = 8, n_heads: int = 8, n_ctx: int = 1024) -> nn.Module:
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def mixtral() -> nn.Module:
+    """Hugging Face's decoder of this width with 8 experts in each layer, of which a token takes 2."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=352, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        num_local_experts=8, max_position_embeddings=1024, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config).eval()
+
+
 def tokens_of(length: int) -> Tensor:
     return torch.randint(2048, (1, length), generator=torch.Generator().manual_seed(length))
 
@@ -100,6 +111,7 @@ def timings(table: Table, name: str, module: nn.Module, lengths: tuple[int, ...]
     observed = observe(module, tokens_of(64), quiet=True)
     values = [n for n in observed.hook_dict if n.endswith("attn.hook_v")]
     statistics = [n for n in observed.hook_dict if n.endswith(STATISTICS)]
+    routers = [n for n in observed.hook_dict if ".mlp.hook_" in n]
     for T in lengths:
         ids = tokens_of(T)
         with torch.no_grad():
@@ -109,6 +121,9 @@ def timings(table: Table, name: str, module: nn.Module, lengths: tuple[int, ...]
             table.row("values of every layer", name, T, plain, read, READ_LIMIT if T >= FROM else None)
             stream = lambda ids=ids: observed.run_with_cache(ids, names_filter=statistics)  # noqa: E731
             table.row("all five statistics", name, T, plain, stream, STATISTICS_LIMIT if T >= FROM else None)
+            if routers:
+                route = lambda ids=ids: observed.run_with_cache(ids, names_filter=routers)  # noqa: E731
+                table.row("routers of every layer", name, T, plain, route, READ_LIMIT if T >= FROM else None)
 
 
 def memory(table: Table) -> None:
@@ -139,6 +154,7 @@ def main() -> int:
     lengths = LENGTHS[:2] if options.quick else LENGTHS
     timings(table, "twin", twin_of(build("transformer", CONFIG)), lengths)
     timings(table, "llama", llama(), lengths)
+    timings(table, "mixtral", mixtral(), lengths)
     if not options.quick:
         memory(table)
     print("\n".join(["", *table.broken]) if table.broken else "\nall limits hold")

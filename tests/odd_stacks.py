@@ -133,16 +133,18 @@ def sinking(form):
 
 
 class Gated(FusedAttention):
-    """The heads' outputs pass a gate before W_O."""
+    """The heads' outputs pass a gate before W_O, or are multiplied by numbers of any sign."""
 
-    def __init__(self, layer, per_head=False):
+    def __init__(self, layer, per_head=False, positive=True):
         super().__init__(layer)
+        self.positive = positive
         self.gate = nn.Linear(D, HEADS if per_head else D)
 
     def forward(self, x, memory):
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.c_attn(x).split(D, dim=2))
         y = self.attend(q, k, v).transpose(1, 2)
-        gate = self.gate(x).sigmoid().unflatten(-1, (HEADS, -1))
+        gate = self.gate(x).unflatten(-1, (HEADS, -1))
+        gate = gate.sigmoid() if self.positive else gate
         return self.c_proj((y * gate).reshape(x.shape))
 
 

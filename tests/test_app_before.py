@@ -124,4 +124,4 @@ def test_maps_and_differences_are_drawn_with_their_numbers(browse, before):
     at = dashboard.settled(shown(browse, before, "differences", compare="1", a=RUN, b=RUN, step="24", step_b="0"))
     assert "equal settings" in said(at)
     assert chart(at, "weights")["data"][0]["type"] == "heatmap"
-    assert "nothing is claimed" in said(at)
+    assert "of these checkpoints, not of their models" in said(at)

@@ -6,6 +6,7 @@ import json
 
 import dashboard
 import numpy as np
+import pandas as pd
 import pytest
 import test_cli
 import torch
@@ -151,6 +152,22 @@ def test_measures_are_paired_by_seed_and_one_seed_claims_nothing():
     table, _ = measure_differences(rows({0: 1.0, 1: 2.0, 2: 3.0}), rows({0: 3.0, 1: 0.0, 2: 3.1}))
     assert not table["moved"].any()
     assert "share no measure" in measure_differences(rows({0: 1.0}), rows({1: 1.0}))[1]
+
+
+@pytest.mark.parametrize("noise", [0.1, 3.0])
+def test_two_checkpoints_of_one_seed_differ_beyond_the_noise_over_documents(noise):
+    drift = torch.randn(24, generator=torch.Generator().manual_seed(0)).tolist()
+    sides = [
+        pd.DataFrame({"metric": "loss", "data": None, "site": None, "variant": None, "document": range(24), "provenance": "{}",
+                      "value": [d + of + by * noise for d, by in zip(range(24), drift, strict=True)]})
+        for of, drift in ((0.0, [0.0] * 24), (0.5, drift))
+    ]  # fmt: skip
+    for side in sides:
+        side["data"] = ""
+    table, sentence = measure_differences(rows({0: 1.0}), rows({0: 1.5}), sides)
+    assert table["moved"].item() == (noise < 1)
+    assert f"{int(noise < 1)} of 1 tested measures differ beyond the noise over documents" in sentence
+    assert "1 shared seed: of these checkpoints" in sentence
 
 
 @pytest.fixture(scope="module")

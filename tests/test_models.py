@@ -139,7 +139,7 @@ def test_named_activations_exist_and_have_their_axes():
         model.run_with_hooks(torch.arange(10).view(2, 5), fwd_hooks=hooks)
     for name, activation in ACTIVATIONS.items():
         found = [shapes[hook] for layer in range(4) if (hook := activation.hook.format(layer=layer)) in shapes]
-        of_observed = ("latent", "null", "v_weights", "router_logits", "expert_weights")
+        of_observed = ("latent", "null", "v_weights", "router_logits", "router_scores", "expert_weights")
         assert found or not activation.hook or name in of_observed, name
         assert all(len(shape) == len(activation.axes.split()) for shape in found), name
         axis = position_axis(activation.hook)

@@ -237,8 +237,9 @@ def test_a_head_of_several_mixers_and_last_positions_are_read(ids):
     sums(beside, ids, 1e-4, ["layer"])
     with pytest.raises(BadData, match="layer 0 of this model shows no parts"):
         decompose(beside, ids, by="head")
-    shared = see(large(GPT(attention=lambda i: Gated(i, per_head=True))), ids)
-    assert sums(shared, ids, 1e-4)["L1H0.own"].abs().max() > 0
+    for per_head in (True, False):
+        gated = see(large(GPT(attention=lambda i, of=per_head: Gated(i, per_head=of))), ids)
+        assert sums(gated, ids, 1e-4)["L1H0.own"].abs().max() > 0
 
 
 @torch.no_grad()
@@ -274,7 +275,7 @@ def test_what_cannot_be_taken_apart_is_refused_in_words(make, by, told, ids):
 
 @torch.no_grad()
 def test_a_level_that_is_missing_is_a_note_and_the_others_answer(ids):
-    found = logit_attribution(see(large(GPT(attention=Gated)), ids), ids[:1], -1, 5)
+    found = logit_attribution(see(large(GPT(attention=lambda i: Gated(i, positive=False))), ids), ids[:1], -1, 5)
     assert list(found.totals) == ["layer", "head"]
     assert found.notes[0].startswith("No parts by value path: layer 0 shows no value paths: W_O reads more")
     with pytest.raises(BadData, match="a soft cap"):

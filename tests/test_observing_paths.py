@@ -11,6 +11,7 @@ from torch import nn
 import workbench
 from workbench.errors import BadData
 from workbench.models.decomposition import decompose
+from workbench.prompts import token_path
 from workbench.reports.xray import xray
 
 D, HEADS, V, LAYERS = 32, 4, 61, 3
@@ -209,6 +210,23 @@ def test_a_gate_before_w_o_is_seen_and_z_is_what_w_o_reads(w_o, gate, architectu
         assert torch.equal(observed(IDS), changed)
     assert not torch.equal(changed, logits)
     torch.testing.assert_close(decompose(observed, IDS, "logits", "head").parts.sum(0), logits, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("gate", "w_o"), [("head", "linear"), ("element", "heads first")])
+@torch.no_grad()
+def test_the_path_of_a_token_has_the_gate_of_the_run(gate, w_o):
+    module = Decoder(w_o=w_o, gate=gate).double()
+    observed, ids, head, query = see(module, IDS), IDS[:1, :9], 2, 7
+    _, cache = observed.run_with_cache(ids)
+    attn, x = module.blocks[1].attn, norm(cache["blocks.1.hook_resid_pre"])
+    gates = (3 * attn.g(x)).sigmoid().unflatten(-1, (HEADS, -1))[0, query, head]
+    gates = gates[:1] if gate == "head" else gates
+    last = cache["blocks.2.hook_resid_post"][0, query]
+    logit_of = module.head.weight[5] / (last.square().mean() + torch.finfo(last.dtype).eps).sqrt()
+    for key in (0, 3, 7):
+        moved = cache["blocks.1.attn.hook_pattern"][0, head, query, key] * cache["blocks.1.attn.hook_v"][0, key, head]
+        expected = (gates * moved) @ attn.o.weight.unflatten(1, (HEADS, -1))[:, head].T @ logit_of
+        assert token_path(observed, ids, 1, head, query, key, 5).logits == pytest.approx(expected.item(), abs=1e-9)
 
 
 @torch.no_grad()

@@ -48,6 +48,10 @@ def test_a_score_worked_by_hand(tiny):
         second.ln1.weight.fill_(1.0)
         second.attn.q_proj.weight.copy_(torch.eye(2))
         second.attn.k_proj.weight.copy_(torch.diag(torch.tensor([1.0, 3.0])))
+        second.attn.v_proj.weight.copy_(torch.eye(2))
+        second.attn.o_proj.weight.copy_(torch.eye(2))
+        model.ln_final.weight.fill_(1.0)
+        model.unembed.weight[7].copy_(torch.tensor([3.0, 1.0]))
     result = score_attribution(model, [5], 1, 0, 0, 0)
     # the divisor is sqrt(2): q parts (1, 1) and (1, -1), k parts (1, 3) and (1, -3), all / sqrt(2); scores / sqrt(d_head = 2)
     cells = result.matrix.loc[["embed", "0_attn_out"], ["embed", "0_attn_out"]].to_numpy()
@@ -56,6 +60,10 @@ def test_a_score_worked_by_hand(tiny):
     assert result.keys["embed"] == pytest.approx(1 / 2**0.5)
     assert result.queries["0_mlp_out"] == 0
     assert "key's largest part is embedding (+0.707), mostly through the query's embedding (+1.41)." in result.sentence
+    # the value (2, 0) / sqrt(2) is moved with weight 1; the last stream is (2 + sqrt(2), 0), whose root mean square is 1 + sqrt(2)
+    path = token_path(model, [5, 5], 1, 0, 0, 0, 7)
+    assert (path.weight, path.frame["norm"].item()) == pytest.approx((1.0, 2**0.5))
+    assert path.logits == pytest.approx(3 * 2**0.5 / (1 + 2**0.5))
 
 
 @pytest.mark.parametrize("architecture", PAPER + ODD)
@@ -130,7 +138,7 @@ def paths_and_head(model, ids):
     return [token_path(model, ids, 1, 2, 7, key, 5) for key in range(8)], frame.set_index("path")["value"]
 
 
-@pytest.mark.parametrize("architecture", ["resformer", "neutreno", "gated_attention", "cross_layer"])
+@pytest.mark.parametrize("architecture", ["transformer", "resformer", "neutreno", "gated_attention", "cross_layer"])
 def test_paths_of_all_keys_sum_to_the_heads_part_of_the_logit(awake, architecture):
     paths, head = paths_and_head(awake(architecture), some_ids(9))
     sums = sum(p.frame.set_index("path")["logits"] for p in paths)
@@ -198,7 +206,7 @@ def test_parts_sum_to_the_score_of_observed_decoders(family):
     finer = score_attribution(model, ids, 1, 3, 9, 4, by="value_path")
     attention = [label for label in finer.matrix.columns if label.startswith(("L0", "0_attn"))]
     assert finer.keys[attention].sum() == pytest.approx(result.keys["0_attn_out"], abs=tight)
-    if family == "Qwen3":
+    if family in ("Qwen3", "GPT2", "Olmo2", "GPTNeoX"):
         paths, head = paths_and_head(model, ids[:, :9])
         assert sum(p.logits for p in paths) == pytest.approx(head.sum(), abs=1e-6)
     sink = sink_attribution(model, ids, 1)[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import dashboard
 import numpy as np
@@ -148,12 +149,17 @@ def test_discriminants_span_the_plane_of_scikit_learn_on_other_documents():
 def test_alignment_undoes_a_turn_and_names_what_is_left():
     model = model_of("resformer")
     a = token_map(model, "own_v", TOKENS, layer=1)
-    turn = np.array([[0.0, -1.0], [1.0, 0.0]])
-    b = aligned(type(a)(**{**vars(a), "points": 3 * a.points @ turn + 5}), a)
-    assert np.allclose(b.points, a.points)
+    width = a.vectors.shape[1]
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(width + 3, width + 3)))[0][
+        :width
+    ]  # three dimensions more
+    b = aligned(replace(a, vectors=3 * a.vectors @ turn + 5, points=a.points[::-1]), a)
+    assert np.allclose(b.points, a.points), "a turn in all dimensions is undone, and A's plane is B's"
     assert b.disparity == pytest.approx(0, abs=1e-12)
-    c = aligned(type(a)(**{**vars(a), "points": a.points[::-1]}), a)
-    assert 0 < c.disparity < 1
+    assert np.allclose(b.numbers[["value", "chance"]], a.numbers[["value", "chance"]])
+    c = aligned(replace(a, vectors=np.random.default_rng(1).normal(size=a.vectors.shape)), a)
+    assert c.disparity == pytest.approx(c.chance, abs=0.05), "what is unrelated is as by chance"
+    assert b.disparity < b.chance
     with pytest.raises(BadData, match="other points"):
         aligned(token_map(model, "own_v", TOKENS[:4], layer=1), a)
     with pytest.raises(BadData, match="fewer than two repeat"):
@@ -227,7 +233,7 @@ def test_views_draw_both_models_with_their_numbers(tmp_path):
     source = Source(tmp_path, cache=dashboard.Memory())
     link = Link.parse("maps?a=race-transformer-s0&compare=1&b=race-resformer-s0&layer=1&site=own_v")
     drawn = maps.tokens(source, link)
-    assert "B turned onto A" in drawn.figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "B's vectors turned onto A's" in drawn.figure.layout.title.subtitle.text.replace("<br>", " ")
     assert drawn.sentence.startswith("A: Token identity share")
     assert set(drawn.table["model"]) == {s.title for s in source.subjects(link)}
     assert len(maps.separation_by_layer(source, link).table) == 2 * 2 * 3

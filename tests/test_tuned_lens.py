@@ -164,3 +164,25 @@ def test_the_view_draws_its_loss_and_refuses_to_fit_unasked(populated, tmp_path,
 
     maps = [prompt.lens(source, link.but(lens=kind, quantity="entropy")).table["nats"] for kind in tuned.KINDS]
     assert (maps[0] - maps[1]).abs().max() > 1e-4, "each lens has its own answer in the cache"
+
+
+def test_a_model_whose_text_is_unknown_is_fitted_on_the_shipped_text_or_a_long_prompt(populated, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuned, "DOCUMENTS", 12)
+
+    def unknown(entry, count):
+        raise WorkbenchError(f"the training text of {entry.name} is unknown")
+
+    monkeypatch.setattr(tuned, "validation_ids", unknown)
+    source = dashboard.kept(populated)
+    link = Link("prompt", {"a": "text-resformer-s0", "prompt": "return values", "lens": "tuned"})
+    assert "9 documents of the shipped text" in tuned.lens_loss(source, link).sentence
+    from workbench.views import prompt
+
+    assert prompt.lens(source, link).sentence.endswith("Maps fitted on the shipped text.")
+    with pytest.raises(WorkbenchError, match="is unknown"):
+        tuned.lens_loss(source, link.but(fit="own"))
+    with pytest.raises(WorkbenchError, match=r"the prompt has \d+ tokens: a fit needs 128 or more"):
+        tuned.lens_loss(source, link.but(fit="prompt"))
+    long = "A cat sat on a mat and read 17 values of a residual stream. " * 20
+    assert "documents of the prompt" in tuned.lens_loss(source, link.but(fit="prompt", prompt=long)).sentence

@@ -10,7 +10,7 @@ import torch
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.run import Run
-from workbench.views import Link, drawings
+from workbench.views import Link, attention, drawings
 
 TEXT = "return values"
 
@@ -145,3 +145,18 @@ def test_the_next_tokens_after_two_texts_are_the_same_tokens_and_subtracted(sour
         alone[second.index.intersection(alone.index)].to_numpy()
     )
     assert drawing.table["text"].unique().tolist() == ["first text", "second text", "first − second"]
+
+
+def test_sources_and_readers_are_drawn_where_the_path_to_a_logit_is_refused(source, monkeypatch):
+    whole = drawn(source, "follow", position=1, layer=1)
+    assert whole.figure.layout.title.text.startswith("Path of")
+
+    def refused(*_):
+        raise WorkbenchError("a norm without a divisor")
+
+    monkeypatch.setattr(attention, "path", refused)
+    drawing = drawn(source, "follow", position=1, layer=1)
+    assert "The path to a logit is left out: a norm without a divisor." in drawing.sentence
+    assert drawing.figure.layout.title.text == "Sources and readers of a value"
+    rows = whole.table[whole.table["kind"].isin(drawing.table["kind"].unique())]
+    assert drawing.table["amount"].to_numpy() == pytest.approx(rows["amount"].to_numpy())

@@ -42,6 +42,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "attn_out": _block("hook_attn_out", "pos d_model", "attention output, added to the stream"),
     "mlp_out": _block("hook_mlp_out", "pos d_model", "MLP output, added to the stream"),
     "router_logits": _block("mlp.hook_router_logits", "pos expert", "logits of the router, of a mixture of experts"),
+    "router_scores": _block(
+        "mlp.hook_router_scores", "pos expert", "scores of the experts: softmax or sigmoid of the router's logits"
+    ),
     "expert_weights": _block(
         "mlp.hook_expert_weights", "pos expert", "weights of the selected experts, 0 for the others"
     ),

@@ -34,18 +34,20 @@ def depth_page(link: Link) -> None:
             link = choose_models(link)
         link, options = _choices(link)
     paired = depth.has_pairs(cached_source(), link, options)
-    drawn = [depth.layers] + [depth.differences] * paired + [depth.course] * options.has_course
+    alone = [depth.experts, depth.routers] if options.metric in depth.ROUTING else [depth.layers]
+    drawn = alone + [depth.differences] * paired + [depth.course] * options.has_course
 
     def take(point: Point) -> None:
         if point.at is not None:
             widgets.update_url(layer=point.at[0], behind=1)
 
     least = PANELS_PX if link.on("compare") else FIGURE_PX
-    for row in [drawn[:1], drawn[1:]] if options.is_map else [drawn]:  # maps take the full width
+    apart = options.is_map or len(alone) > 1  # maps take the full width
+    for row in [drawn[:1], drawn[1:]] if apart else [drawn]:
         with figures_side_by_side(least) if len(row) > 1 else st.container():
             for view in row:
                 with st.container():
-                    show(view, link, take=None if view is depth.course else take)
+                    show(view, link, take=take if view in (depth.layers, depth.differences) else None)
     source = cached_source()
     runs = [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
     runs = [e for e in runs if e.steps and not e.shipped]

@@ -107,7 +107,11 @@ def prompt_page(link: Link) -> None:
                 ),
                 lens=widgets.choose("Lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130),
             )
-            views = (*views, tuned.lens_loss) if link.text("lens") == "tuned" else views
+            if link.text("lens") == "tuned":
+                fits = {"auto": "automatic", **tuned.TEXTS}
+                fit = widgets.choose("Text of the fit", "fit", list(fits), "auto", show=fits.__getitem__, width=230)
+                link = link.but(fit=None if fit == "auto" else fit)
+                views = (*views, tuned.lens_loss)
         elif shown == "carries":
             names = {name: row[0] for name, row in prompt.VALUES.items()}
             link = link.but(

@@ -143,9 +143,11 @@ def _why_absent(subject: Subject, item: Measure) -> str:
     for site in item.sites or (None,):
         for alias in item.reads(site):
             points = [ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)]
-            if point := next((p for p in points if p not in model.hook_dict), None):
-                why = model.absent.get(point, f"{model.architecture} has none")
-                return f"{item.name} has no numbers: {point} does not exist: {why}"
+            if not any(point in model.hook_dict for point in points):
+                why = model.absent.get(points[0], f"{model.architecture} has none")
+                return f"{item.name} has no numbers: {points[0]} does not exist: {why}"
+    if item.found:
+        return f"{item.name} has no numbers: no head rests on a position of these documents"
     weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
     return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all of its inputs'}"
 

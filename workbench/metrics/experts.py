@@ -7,20 +7,24 @@ import math
 import torch
 from jaxtyping import Float
 
+from workbench.errors import BadData
 from workbench.metrics.base import metric, wide
+from workbench.metrics.found_sinks import sink_positions
 
 
 @metric(
     unit="share of ln E", range="0..1, 1 = all experts equally likely", reading="higher: less decided",
-    source="entropy of the router's softmax; Fedus et al. 2022 for its balance",
+    source="entropy of the router's scores; Fedus et al. 2022 for their balance, DeepSeek-AI 2024 (eq. 18) for sigmoids", version=2,
 )  # fmt: skip
-def router_entropy(router_logits: Float[torch.Tensor, "batch pos expert"]) -> Float[torch.Tensor, " batch"]:
-    """Mean entropy of the router's softmax over the E experts, divided by ln E.
+def router_entropy(router_scores: Float[torch.Tensor, "batch pos expert"]) -> Float[torch.Tensor, " batch"]:
+    """Mean entropy of the router's scores over the E experts, divided by their sum; in units of ln E.
 
+    The scores of a softmax router are its softmax. Those of a sigmoid router (DeepSeek-V3) sum to no fixed number, so p_e is s_e / sum s.
+    Scores are those before the selection: a bias on the selection or a limit on groups of experts does not change them.
     Caution: the selected experts alone enter the output. A model may be trained with a loss that keeps this entropy high.
     """
-    log_p = wide(router_logits).log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1).mean(-1) / math.log(log_p.shape[-1])
+    scores = wide(router_scores)
+    return torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1).mean(-1) / math.log(scores.shape[-1])
 
 
 @metric(
@@ -33,7 +37,8 @@ def expert_load(
 ) -> Float[torch.Tensor, "batch index"]:
     """Share of tokens that take each expert, relative to the even share k / E of E experts of which a token takes k.
 
-    `first_token` is the load by the first token alone, which heads rest on, and `later_tokens` that by all others.
+    `first_token` is the load by the first token alone and `later_tokens` that by all others. The load counts the experts that the model
+    takes, however it selects them.
     Caution: with few tokens the load is uneven by chance; the standard error is over documents.
     """
     taken = wide(expert_weights).ne(0).to(torch.promote_types(expert_weights.dtype, torch.float32))
@@ -48,18 +53,30 @@ def expert_load(
     variants={"later_tokens": {"between_later": True}},
 )  # fmt: skip
 def first_token_experts(
-    expert_weights: Float[torch.Tensor, "batch pos expert"], *, between_later: bool = False
+    expert_weights: Float[torch.Tensor, "batch pos expert"],
+    received: Float[torch.Tensor, "batch head pos"] | None = None,
+    row_max: Float[torch.Tensor, "batch head pos"] | None = None,
+    *,
+    positions: str = "first",
+    between_later: bool = False,
 ) -> Float[torch.Tensor, " batch"]:
-    """Share of the first token's experts that a later token takes too: whether sinks follow the routing.
+    """Share of a sink's experts that another token takes too: whether sinks follow the routing.
 
     Mean over later tokens of |experts(first) and experts(token)| / k. The baseline `later_tokens` is the same between two different
     later tokens. A value far below it says that the token on which heads rest is routed apart from the others.
+    With positions `found`: mean over pairs of a position on which a head of the layer rests (`sink_positions`) and one on which none
+    does. Documents without such a position do not count.
     Caution: a start-of-sequence token is the same in every document, so its experts are too.
     """
     taken = wide(expert_weights).ne(0).to(torch.float64)
-    first, later = taken[:, 0], taken[:, 1:]
-    number, count = first.sum(-1), later.shape[1]
-    if not between_later:
-        return torch.einsum("be,bpe->bp", first, later).mean(1) / number
-    sums = later.sum(1)
-    return (sums.square().sum(-1) - later.sum((1, 2))) / (count * (count - 1)) / number
+    at = torch.zeros(taken.shape[:2], dtype=torch.bool, device=taken.device)
+    at[:, 0] = True
+    if positions != "first":
+        if received is None or row_max is None:
+            raise BadData("positions='found' needs received attention and row maxima")
+        at = sink_positions(received, row_max).any(1)
+    sinks, others = (torch.einsum("bpe,bp->be", taken, x.to(taken)) for x in (at, ~at))  # tokens that take each expert
+    number, count = taken.sum(-1).mean(-1), (~at).sum(-1)
+    if between_later:
+        return (others.square().sum(-1) - others.sum(-1)) / (count * (count - 1)) / number
+    return (sinks * others).sum(-1) / (at.sum(-1) * count) / number

@@ -78,8 +78,8 @@ class Anatomy(ABC):
         """Return the hook points for a decomposition of stream `layer`; with `frozen` also those of the final norm."""
 
     @abstractmethod
-    def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """Return (label, [batch, pos, d_model]) of all parts of a stream."""
+    def parts(self, read: Reader, by: str, layer: int, through: Tensor | None = None) -> list[tuple[str, Tensor]]:
+        """Return (label, [batch, pos, d_model]) of all parts of a stream, or their products with a matrix [d_model, n]."""
 
     @abstractmethod
     def ending(self, read: Reader) -> Ending:
@@ -95,6 +95,7 @@ class Reader:
 
     def __init__(self, anatomy: Anatomy, given: Any, by: str, layer: int, *, frozen: bool, pos: Any) -> None:
         self.pos, self.batched = pos, True
+        self.gates = self  # reader of the run whose gates are used
         self.logits: Tensor | None = None  # of every position, where the run was made here
         self.tensors: Mapping[str, Tensor]
         model, names = anatomy.model, anatomy.needed(by, layer, frozen)
@@ -153,27 +154,37 @@ class TransformerAnatomy(Anatomy):
                 names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
         return list(dict.fromkeys(names))
 
-    def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
+    def parts(self, read: Reader, by: str, layer: int, through: Tensor | None = None) -> list[tuple[str, Tensor]]:
         """Return (label, [batch, pos, d_model]) of outputs, heads or value paths, weighted as in stream `layer`."""
+
+        def mapped(x: Tensor) -> Tensor:
+            return x if through is None else x.to(through) @ through
+
         used = {name: read(name) for name in self.model.residual.points(2 * layer)}
         weights = self.model.stream_paths(layer, cache=used)
         weights = {name: read.at_positions(w) if isinstance(w, Tensor) else w for name, w in weights.items()}
         parts: list[tuple[str, Tensor]] = []
         for name, weight in weights.items():
             if name == "embed":
-                parts.append((name, weight * read.cut("hook_embed")))
+                parts.append((name, mapped(weight * read.cut("hook_embed"))))
                 continue
             n, kind = int(name.split("_")[0]), name.split("_", 1)[1]
             if kind == "mlp_out" or by == "layer":
-                parts.append((name, weight * read.cut(f"blocks.{n}.hook_{kind}")))
+                parts.append((name, mapped(weight * read.cut(f"blocks.{n}.hook_{kind}"))))
                 continue
             by_path, block = by == "value_path", self.model.blocks[n]
             zs = value_paths(self.model, read, n) if by_path else {"": read(f"blocks.{n}.attn.hook_z")}
             w_o, post = block.attn.W_O.detach().to(read.wide), block.ln1_post
             share = 1.0 if post is None else post.share(read.cut(f"blocks.{n}.ln1_post.hook_scale"))
-            outputs = {p: share * torch.einsum("bphd,hdm->hbpm", read.at_positions(z), w_o) for p, z in zs.items()}
+            # a matrix joins W_O, which spares the parts of the stream, unless a factor of each channel stands between them
+            early = post is None and not (isinstance(weight, Tensor) and weight.shape[-1] > 1)
+            w_o = mapped(w_o) if early else w_o
+            outputs = {p: torch.einsum("bphd,hdm->hbpm", read.at_positions(z).to(w_o), w_o) for p, z in zs.items()}
             for h in range(self.model.config.n_heads):
-                parts += [(f"L{n}H{h}{'.' * by_path}{path}", weight * out[h]) for path, out in outputs.items()]
+                parts += [
+                    (f"L{n}H{h}{'.' * by_path}{path}", weight * out[h] if early else mapped(weight * (share * out[h])))
+                    for path, out in outputs.items()
+                ]
         return parts
 
     def ending(self, read: Reader) -> Ending:
@@ -321,6 +332,7 @@ def decompose(
     tokens: Any = None,
     against: Any = None,
     pos: Any = None,
+    through: Tensor | None = None,
     anatomy: Anatomy | None = None,
 ) -> Decomposition:
     """Split a stream or logits into parts, labelled as in TransformerLens, and check their sum.
@@ -335,6 +347,8 @@ def decompose(
         tokens: The tokens of the logits: ids [], [batch] or [batch, pos], or a text of one token. Default: the full vocabulary.
         against: Tokens whose logits are subtracted.
         pos: Positions to return, as `pos_slice` of `run_with_cache`.
+        through: Matrix [d_model, n] of which the parts of a stream (`to` a number) are mapped, for example one head's W_Q: far cheaper
+            than the parts themselves.
         anatomy: The result of `anatomy_of(model)`, if it is there already.
 
     Returns:
@@ -355,9 +369,13 @@ def decompose(
     layer = layers if to is None else streams[to]
     read = Reader(anatomy, given, by, layer, frozen=to in ("final", "logits"), pos=pos)
     with torch.autocast(model.embed.weight.device.type, enabled=False):  # autocast is for the run, not for its parts
-        parts = anatomy.parts(read, by, layer)
+        parts = anatomy.parts(read, by, layer, through)
         stacked, labels = torch.stack([part for _, part in parts]), [label for label, _ in parts]
         whole = read.cut(stream_hook(layer, layers))
+        if through is not None:
+            if to in ("final", "logits"):
+                raise BadData(f"`through` maps the parts of a stream, not those of {to}")
+            whole = whole.to(through) @ through
         if to in ("final", "logits"):
             end = anatomy.ending(read)
             stacked, whole = end.normed(stacked), end.normed(whole)

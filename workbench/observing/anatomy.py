@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
-from workbench.models.decomposition import Anatomy, Ending, Reader
+from workbench.models.decomposition import TOLERANCE, Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
 from workbench.observing.interception.weights import apply_module, is_sharded
 from workbench.observing.recognition.attention_calls import repeated
 from workbench.observing.recognition.fits import FrozenNorm, depth_weights, fit_norm
-from workbench.observing.recognition.outputs import SHARE
+from workbench.observing.recognition.outputs import GATE, SHARE
 from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 
@@ -86,8 +86,8 @@ class ObservedAnatomy(Anatomy):
 
     # ---- the stream --------------------------------------------------------------------------------------------------
 
-    def parts(self, read: Reader, by: str, layer: int) -> list[tuple[str, Tensor]]:
-        """Return pairs (label, [batch, pos, d_model]) that sum to a stream.
+    def parts(self, read: Reader, by: str, layer: int, through: Tensor | None = None) -> list[tuple[str, Tensor]]:
+        """Return pairs (label, [batch, pos, d_model]) that sum to a stream, or their products with a matrix [d_model, n].
 
         `embed` is the first block's input, `0_attn_bias` the bias of W_O, `0_block_out` all that a block without known parts adds.
         """
@@ -105,7 +105,7 @@ class ObservedAnatomy(Anatomy):
             parts += [(label, weight * part) for label, part in attention]
             if structure.mlp_out is not None:
                 parts.append((f"{n}_mlp_out", weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out")))
-        return parts
+        return parts if through is None else [(label, part.to(through) @ through) for label, part in parts]
 
     def _weights(self, read: Reader, layer: int) -> list[Any]:
         """Return the weights of the first block's input and of every output so far in a stream."""
@@ -184,9 +184,9 @@ class ObservedAnatomy(Anatomy):
     def _fitted(self, n: int, into: str) -> dict[Source, Any]:
         """Return coefficients by source, [head] if heads differ, of a layer's values or of additions to its attention's output."""
         if into == "output" and (changed := self.structure.layers[n].changed):
-            if changed != SHARE:
+            if changed not in (SHARE, GATE):
                 raise BadData(f"layer {n} shows no value paths: {changed}")
-            return {}  # a share of the attention's output, which no coefficients explain
+            return {}  # a share of the attention's output, or of each number, which no coefficients explain
         paths = [p for p in self.paths if p.layer == n and p.into == into]
         if not all(p.exact for p in paths):
             what = "values" if into == "value" else "head outputs"
@@ -210,7 +210,24 @@ class ObservedAnatomy(Anatomy):
 
     def _value_paths(self, read: Reader, n: int, z: Tensor) -> dict[str, Tensor]:
         """Split W_O's input [batch, pos, head, d_head] by the source of the values."""
-        layer, bases = self.structure.layers[n], self._bases(n)
+        parts, changed = self._without_gate(read, n, z), self.structure.layers[n].changed
+        if changed not in (SHARE, GATE):
+            return parts
+        run = parts if read.gates is read else self._without_gate(read.gates, n, z)
+        total = torch.stack(list(run.values())).sum(0)
+        if changed == SHARE:  # by head and position
+            share = (z * total).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
+        else:  # of each number: where the sum over keys cancels, rounding decides
+            share = torch.where(total == 0, 0.0, z / total)
+            size = torch.stack(list(self._without_gate(read.gates, n, z, sizes=True).values())).sum(0)
+            rounding = torch.where(total == 0, 0.0, share * size * size / total).abs() * torch.finfo(size.dtype).eps
+            if not float(rounding.max()) <= TOLERANCE[read.coarsest] * float((share * size).abs().max()):
+                raise BadData(f"layer {n} shows no value paths: {changed}, lost to rounding where keys cancel")
+        return {path: share * part for path, part in parts.items()}
+
+    def _without_gate(self, read: Reader, n: int, z: Tensor, *, sizes: bool = False) -> dict[str, Tensor]:
+        """Return the parts of pattern x values; `sizes`: of the values' magnitudes, which no keys cancel."""
+        bases = self._bases(n)
         value, added = self._fitted(n, "value"), self._fitted(n, "output")
         if mixture_of(self.paths, n).by_token:
             weights = read(f"blocks.{n}.attn.hook_v_weights")[..., None, :]
@@ -219,6 +236,7 @@ class ObservedAnatomy(Anatomy):
         parts: dict[str, Tensor] = {}
         for source, c in value.items():
             v = _times(c, read(bases[_path(source)]))
+            v = v.abs() if sizes else v
             if len(points) == 1:
                 through = torch.einsum("bhqk,bkhd->bqhd", points[0], repeated(v, points[0].shape[1]))
             else:
@@ -229,10 +247,6 @@ class ObservedAnatomy(Anatomy):
         if (first := added.get("first")) is not None:
             pull = _times(first, repeated(read(bases["first"]), z.shape[2]))
             parts["first"] = parts["first"] + pull if "first" in parts else pull
-        if layer.changed == SHARE:  # the same share of every part, by head and position
-            total = torch.stack(list(parts.values())).sum(0)
-            share = (z * total).sum(-1, keepdim=True) / total.square().sum(-1, keepdim=True)
-            return {path: share * part for path, part in parts.items()}
         return parts
 
     # ---- the end -----------------------------------------------------------------------------------------------------

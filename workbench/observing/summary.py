@@ -12,6 +12,7 @@ from torch import nn
 from workbench.names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition.attention_calls import BY_HAND
+from workbench.observing.recognition.routers import ROUTING, Router
 from workbench.observing.recognition.structure import (
     UNLIMITED,
     DecoderStructure,
@@ -65,8 +66,12 @@ def _sites_of_layer(layer: LayerStructure, mixture: Mixture) -> Iterator[Site]:
     lost = _NO_STREAM if layer.inline else _NO_BLOCK
     yield "stream", layer.has_stream, layer.block, inline if layer.has_stream else lost
     if layer.router is not None:
-        for site in ("router_logits", "expert_weights"):
-            yield site, *_place(layer.router, "")
+        shown: tuple[str, ...] = ()
+        where, why = "", str(layer.router)
+        if isinstance(layer.router, Router):
+            shown, where, why = layer.router.sites, layer.router.module, layer.router.words
+        for site in ROUTING:
+            yield site, site in shown, where if site in shown else "", why
     if not layer.is_read:
         found, where, why = _place(layer.attn_out, _NO_ATTENTION)
         yield "attn_out", found, where, why or "in some blocks of a mixer that is no readable attention"

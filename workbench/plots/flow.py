@@ -13,10 +13,10 @@ from plotly.subplots import make_subplots
 from workbench.plots.grids import safe
 from workbench.plots.style import at_least, dressed, true_minus, wrapped
 
-THICK, PITCH, HEADING = 190.0, 21.0, 30.0
-"""Pixels: of all strands together, between two labels, above a group of strands."""
-LEAST = 800  # pixels of the whole, in which the words of both sides have their room
-LEFT, CENTRE, RIGHT, BAR = 0.27, 0.46, 0.64, 0.014
+THICK, PITCH, LINE = 190.0, 21.0, 24.0
+"""Pixels: of all strands together, between two labels of one line, of the line of the value's name and of the line of headings."""
+LEAST = 340  # pixels of the whole, in which the words of both sides have their room
+LEFT, CENTRE, RIGHT, BAR = 0.33, 0.44, 0.555, 0.014
 """Where the bars stand, from 0 to 1, and how wide they are."""
 HEADS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#6F7F8F", "#B5651D")
 """Colours of heads in turn: Okabe and Ito's and two of the registry's, without the Transformer's and ResFormer's."""
@@ -34,13 +34,13 @@ class Strand:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnPath:
-    """One model's path: groups of bands, by heading, on both sides of the value."""
+    """One model's path: a heading and bands on both sides of the value."""
 
     title: str
     centre: str
     colour: str
-    sources: dict[str, list[Strand]]
-    readers: dict[str, list[Strand]]
+    sources: tuple[str, list[Strand]]
+    readers: tuple[str, list[Strand]]
 
 
 def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Figure:
@@ -48,7 +48,10 @@ def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Fi
 
     Widths are shares of their side. Negative bands are hatched.
     """
-    heights = [max(_height(path.sources), _height(path.readers)) for path in paths]
+    heights = [
+        2 * LINE + max(THICK, sum(_slots(path.sources[1], PITCH)), sum(_slots(path.readers[1], 2 * PITCH)))
+        for path in paths
+    ]
     titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
     gap = 40 / (sum(heights) + 40 * (len(paths) - 1))
     figure = make_subplots(len(paths), 1, row_heights=heights, vertical_spacing=gap, subplot_titles=titles)
@@ -56,14 +59,9 @@ def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Fi
         where = {"row": row, "col": 1}
         _side(figure, path, path.sources, height, where, left=True)
         _side(figure, path, path.readers, height, where, left=False)
-        top = (height - THICK) / 2
+        top = LINE + (height - THICK) / 2
         _box(figure, (CENTRE, CENTRE + BAR), (top, top + THICK), path.colour, "", where)
-        x, y, left = CENTRE, top - 8, _height(path.sources)
-        rises = left <= _height(path.readers)
-        side = "top left" if rises else "top right"
-        if left > THICK + 2 * HEADING:  # strands come down from the left, too: beside the bar, clear of all bands
-            y, rises, side = (height - left) / 2 + HEADING - 14, True, "middle left"
-        _text(figure, x + BAR * rises, y, [f"<b>{path.centre}</b>"], side, path.title, where)
+        _text(figure, 0.5, LINE / 2, [f"<b>{path.centre}</b>"], "middle center", path.title, where)
         figure.update_xaxes(range=[0, 1], visible=False, fixedrange=True, **where)
         figure.update_yaxes(range=[height, 0], visible=False, fixedrange=True, **where)
     figure.update_layout(showlegend=False)
@@ -72,49 +70,40 @@ def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Fi
     return at_least(figure, LEAST)
 
 
-def _slots(groups: dict[str, list[Strand]]) -> list[float]:
-    """Heights of the bands in their columns (pixels)."""
-    strands = [strand for group in groups.values() for strand in group]
+def _slots(strands: Sequence[Strand], pitch: float) -> list[float]:
+    """Heights of the bands in their column (pixels)."""
     whole = sum(abs(s.size) for s in strands) or 1.0
-    return [max(PITCH, abs(s.size) / whole * THICK + 4) for s in strands]
-
-
-def _height(groups: dict[str, list[Strand]]) -> float:
-    return max(THICK + 2 * HEADING, sum(_slots(groups)) + HEADING * len(groups))
+    return [max(pitch, abs(s.size) / whole * THICK + 4) for s in strands]
 
 
 def _side(
-    figure: go.Figure, path: DrawnPath, groups: dict[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
+    figure: go.Figure, path: DrawnPath, bands: tuple[str, list[Strand]], height: float, where: dict[str, int], *, left: bool
 ) -> None:  # fmt: skip
     """Draw the bands of one side, spaced so that labels do not overlap, and join them to the value."""
-    slots = iter(_slots(groups))
-    whole = sum(abs(s.size) for group in groups.values() for s in group) or 1.0
-    y = (height - sum(_slots(groups)) - HEADING * len(groups)) / 2
-    joint = (height - THICK) / 2
+    heading, strands = bands
+    slots = _slots(strands, PITCH if left else 2 * PITCH)
+    whole = sum(abs(s.size) for s in strands) or 1.0
+    y, joint = LINE + (height - sum(slots)) / 2, LINE + (height - THICK) / 2
     bar = (LEFT - BAR, LEFT) if left else (RIGHT, RIGHT + BAR)
     x, side = (bar[0] - 0.008, "middle left") if left else (bar[1] + 0.008, "middle right")
-    for heading, strands in groups.items():
-        _text(figure, x, y + HEADING - 14, [f"<i>{heading}</i>"], side, "", where)
-        y += HEADING
-        labels, places = [], []
-        for strand in strands:
-            slot, thick = next(slots), abs(strand.size) / whole * THICK
-            top, says = y + (slot - thick) / 2, f"{safe(strand.name)}: {strand.says}"
-            begin, end = ((LEFT, top), (CENTRE, joint)) if left else ((CENTRE + BAR, joint), (RIGHT, top))
-            t = np.linspace(0.0, 1.0, 24)  # along a curved band from one bar to the next
-            band_x, band_y = begin[0] + (end[0] - begin[0]) * t, begin[1] + (end[1] - begin[1]) * (3 * t**2 - 2 * t**3)
-            hatch: dict[str, Any] = (
-                {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
-            )
-            _area(
-                figure, [*band_x, *band_x[::-1]], [*band_y, *(band_y + thick)[::-1]], strand.colour, says, where,
-                opacity=0.45, line={"width": 0, "simplify": False}, **hatch,
-            )  # fmt: skip
-            _box(figure, bar, (top, top + thick), strand.colour, says, where)
-            labels.append(says)
-            places.append(y + slot / 2)
-            y, joint = y + slot, joint + thick
-        _text(figure, x, places, labels, side, f"{path.title}: {heading}", where)
+    _text(figure, x, 1.5 * LINE, [f"<i>{heading}</i>"], side, "", where)
+    labels, places = [], []
+    for slot, strand in zip(slots, strands, strict=True):
+        thick = abs(strand.size) / whole * THICK
+        top, says = y + (slot - thick) / 2, f"{safe(strand.name)}:{' ' if left else '<br>'}{strand.says}"
+        begin, end = ((LEFT, top), (CENTRE, joint)) if left else ((CENTRE + BAR, joint), (RIGHT, top))
+        t = np.linspace(0.0, 1.0, 24)  # along a curved band from one bar to the next
+        band_x, band_y = begin[0] + (end[0] - begin[0]) * t, begin[1] + (end[1] - begin[1]) * (3 * t**2 - 2 * t**3)
+        hatch: dict[str, Any] = {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
+        _area(
+            figure, [*band_x, *band_x[::-1]], [*band_y, *(band_y + thick)[::-1]], strand.colour, says, where,
+            opacity=0.45, line={"width": 0, "simplify": False}, **hatch,
+        )  # fmt: skip
+        _box(figure, bar, (top, top + thick), strand.colour, says, where)
+        labels.append(says)
+        places.append(y + slot / 2)
+        y, joint = y + slot, joint + thick
+    _text(figure, x, places, labels, side, f"{path.title}: {heading}", where)
 
 
 def _box(

@@ -18,7 +18,6 @@ from workbench.models.activation_cache import Cache
 from workbench.models.activations import RebuiltPatterns
 from workbench.models.decomposition import Reader, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
-from workbench.observing.recognition.outputs import SHARE
 from workbench.prompts.attention_maps import attention_inputs, attention_map
 from workbench.prompts.prompt import PromptLike, by_layer, single_prompt
 from workbench.prompts.scores import ScoreAttribution, score_attribution
@@ -73,8 +72,6 @@ def token_path(
     query, key = query % T, key % T
     if isinstance(token, bool) or token not in range(model.config.d_vocab):
         raise BadData(f"token id {token!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
-    if model.foreign is not None and model.structure.layers[layer].changed == SHARE:
-        raise BadData(f"layer {layer}: {SHARE}, so that the output of one key is not known")
     anatomy = anatomy_of(model)
     names = list(dict.fromkeys(anatomy.needed("value_path", n_layers, frozen=True)))
     tensors = RebuiltPatterns()
@@ -87,7 +84,10 @@ def token_path(
         kept = torch.zeros_like(tensors[name])
         kept[:, key] = tensors[name][:, key]
         masked[name] = kept
-    read = Reader(anatomy, Cache(masked, model, has_batch_dim=True), "value_path", n_layers, frozen=True, pos=at)
+    read, read.gates = (
+        Reader(anatomy, given, "value_path", n_layers, frozen=True, pos=at)
+        for given in (Cache(masked, model, has_batch_dim=True), cache)
+    )
     end, rows = anatomy.ending(read), list[dict[str, float | str]]()
     window = attention_map(attention_inputs(model, prompt), layer, head, slice(query, query + 1), slice(key, key + 1))
     weight, total = float(window.weights[0, 0]), 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,6 @@ class ScoreParts:
     notes: list[str] = field(default_factory=list)
 
 
-PARTS_AT_ONCE = 16  # in float64
 NULL_NOTE = "The softmax has one more column, a sink logit, which is no key."
 
 
@@ -69,14 +68,12 @@ def own_score_parts(
 
     cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
 
-    def cut(name: str) -> Tensor:
-        return (tensors[name] if pos is None else slice_positions(tensors[name], list(pos), 1)).double()
+    at = list(range(ids.shape[1]) if pos is None else pos)
 
-    streams = {
-        j: decompose(model, cache, to=j, by=by, pos=None if pos is None else list(pos), anatomy=anatomy) for j in layers
-    }
-    cos, sin = (x.double() for x in model.rotary(ids.shape[1], tensors[f"{stem}q"]))
-    rotation = (cos, sin) if pos is None else (cos[list(pos)], sin[list(pos)])
+    def cut(name: str) -> Tensor:
+        return slice_positions(tensors[name], at, 1).double()
+
+    rotation = [x.double()[at] for x in model.rotary(ids.shape[1], tensors[f"{stem}q"])]
     group = model.config.n_heads // tensors[f"{stem}k"].shape[-2]
     heads = {
         x: slice(None) if head is None else slice(h, h + 1) for x, h in (("q", head or 0), ("k", (head or 0) // group))
@@ -85,23 +82,29 @@ def own_score_parts(
         "q": slice(0, 1 if head is not None else None),
         "k": slice(None),
     }  # of one head: queries of the first position
+    stream_labels = dict[int, list[str]]()
+    own = dict[tuple[str, int], Tensor]()  # parts of each layer's own queries and keys, by name and layer
+    for j in layers:
+        matrices = {n: _matrix(model.blocks[j], n, heads[n]) for n, each in terms.items() if j in dict(each)}
+        together = torch.cat([x.flatten(0, 1) for x in matrices.values()]).T
+        stream = decompose(model, cache, to=j, by=by, pos=at, through=together, anatomy=anatomy)
+        stream_labels[j] = stream.labels
+        columns = stream.parts.unflatten(-1, (-1, model.config.d_head)).split([len(x) for x in matrices.values()], -2)
+        own |= {(name, j): x[:, :, places[name]] for name, x in zip(matrices, columns, strict=True)}
     labels, parts = dict[str, list[str]](), dict[str, Tensor]()
     for name, each in terms.items():
         sums: dict[str, Tensor] = {}
         for j, factors in each:
-            read = streams[j].parts[:, :, places[name]]
-            made = _projected(
-                model.blocks[j], read, name, lambda point, at=places[name]: cut(point)[:, at], heads[name]
-            )
+            made = own[name, j] * _share(model.blocks[j], name, heads[name], cut)[:, places[name]]
             for point, i in factors:
                 weight = tensors[point] if tensors[point].ndim == 1 else cut(point)[:, places[name]]
                 by_head = weight[..., heads[name], :] if weight.ndim > 1 and weight.shape[-2] > 1 else weight
                 made = made * (weight[i] if weight.ndim == 1 else by_head[..., i, None])
-            for label, part in zip(streams[j].labels, made, strict=True):
+            for label, part in zip(stream_labels[j], made, strict=True):
                 sums[label] = sums[label] + part if label in sums else part
         labels[name], parts[name] = (
             list(sums),
-            rotate(torch.stack(list(sums.values())), tuple(x[places[name]] for x in rotation)),
+            rotate(torch.stack(list(sums.values())), (rotation[0][places[name]], rotation[1][places[name]])),
         )
     whole = {name: cut(f"{stem}{name}")[:, places[name], heads[name]] for name in terms}
     repeats = 1 if head is not None else group
@@ -132,21 +135,25 @@ def _terms(
         yield from _terms(model, j, name, more, own=j == layer or wiring.sources[j] == "own")
 
 
-def _projected(block: Any, parts: Tensor, name: str, cut: Any, heads: slice) -> Tensor:
-    """Map parts of a block's input [..., d_model] to parts of some heads' own queries or keys [..., head, d_head], norms frozen."""
-    attn, norm = block.attn, block.ln1
-    linear, by_head = getattr(attn, f"{name}_proj"), (-1, attn.config.d_head)
-    matrix = linear.weight.detach().unflatten(0, by_head)[heads].double()
-    if isinstance(norm, RMSNorm):  # its gain in the matrix, its divisor after it: parts are many, heads may be one
-        matrix = matrix * norm.weight.detach().double()
-    elif not isinstance(norm, Unnormed):
-        raise BadData(
-            f"layer {attn.layer}'s norm is a {type(norm).__name__}, which has no divisor that could be frozen"
-        )
-    made = torch.cat([torch.einsum("...m,hdm->...hd", some.double(), matrix) for some in parts.split(PARTS_AT_ONCE)])
+def _matrix(block: Any, name: str, heads: slice) -> Tensor:
+    """Return some heads' rows of a layer's matrix of queries or keys [head, d_head, d_model], the gain of its norm in it, in float64."""
+    linear, norm = getattr(block.attn, f"{name}_proj"), block.ln1
+    matrix: Tensor = linear.weight.detach().unflatten(0, (-1, block.attn.config.d_head))[heads].double()
     if isinstance(norm, RMSNorm):
-        made = made / cut(f"blocks.{attn.layer}.ln1.hook_scale")[..., None]
+        return matrix * norm.weight.detach().double()
+    if isinstance(norm, Unnormed):
+        return matrix
+    what = type(norm).__name__
+    raise BadData(f"layer {block.attn.layer}'s norm is a {what}, which has no divisor that could be frozen")
+
+
+def _share(block: Any, name: str, heads: slice, cut: Callable[[str], Tensor]) -> Tensor:
+    """Return the factors of some heads' queries or keys [1 or batch, pos, 1 or head, 1 or d_head] by the norms, frozen."""
+    linear, layer = getattr(block.attn, f"{name}_proj"), block.attn.layer
+    share = torch.ones(1, 1, 1, 1, dtype=torch.float64, device=linear.weight.device)
+    if isinstance(block.ln1, RMSNorm):
+        share = share / cut(f"blocks.{layer}.ln1.hook_scale")[..., None]
     if isinstance(linear, NormedLinear):
-        share = linear.norm.share(cut(f"blocks.{attn.layer}.attn.{name}_proj.norm.hook_scale"))
-        made = made * share.unflatten(-1, by_head)[..., heads, :]
-    return made
+        of_norm = linear.norm.share(cut(f"blocks.{layer}.attn.{name}_proj.norm.hook_scale"))
+        share = share * of_norm.unflatten(-1, (-1, block.attn.config.d_head))[..., heads, :]
+    return share

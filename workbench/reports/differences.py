@@ -21,10 +21,10 @@ from workbench.claims.verdict import judge_differences
 from workbench.console import notebook_html
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.runs.catalogue import Entry, catalogue
-from workbench.runs.records import one_sample
+from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache, TelemetryCache
-from workbench.statistics.intervals import MIN_SEEDS, paired_seeds
+from workbench.statistics.intervals import MIN_SEEDS, Interval, paired_seeds
 from workbench.storage.locations import locate
 
 SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versions", "observed", "log")
@@ -161,7 +161,8 @@ def diff(*things: Any, step: str | int | Sequence[str | int] = "last", top: int 
         except BadCheckpoint as reason:
             notes.append(f"Weights are not compared: {reason}")
     if len(runs) == 2:
-        measures, note = measure_differences(*(side.rows() for side in sides))
+        a, b = (side.rows() for side in sides)
+        measures, note = measure_differences(a, b, [d for side in sides for d in side.documents()])
         notes.append(note)
     return Differences(tuple(names), settings, weights, measures, tuple(notes))
 
@@ -233,6 +234,11 @@ class Side:
         alike = [e for e in entries if own and (e.group, e.series) == (own[0].group, own[0].series)]
         return stored_rows(alike, self.number, RecordCache(folder), TelemetryCache(folder))
 
+    def documents(self) -> list[pd.DataFrame]:
+        """Return `stored_documents` of the run, if it is in the index of its folder."""
+        own = [e for e in catalogue(self.thing.path.parent).entries if e.path == str(self.thing.path)]
+        return [stored_documents(e, self.number) for e in own]
+
 
 def setting_differences(descriptions: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """Return the settings in which descriptions differ, and no others.
@@ -283,7 +289,9 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
 
     shapes = [{name: [int(n) for n in x.shape] for name, x in each.items()} for each in (a, b)]
     if faults := misfits(shapes[1], shapes[0]):
-        raise BadCheckpoint(f"B does not have A's tensors, so no matrix is compared\n  {faults}")
+        raise BadCheckpoint(
+            f"B does not have A's tensors, so no matrix is compared: {faults.replace(chr(10) + '  ', '; ')}"
+        )
     rows, seen = [], set[Any]()
     for name in a:
         place = getattr(a[name], "place", id(a[name]))
@@ -337,20 +345,23 @@ def stored_rows(
     return one_sample(rows[last if step is None else (at == step) | (last & logged)])
 
 
-def measure_differences(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Return which measures differ between B and A beyond the noise over seeds.
+def measure_differences(
+    a: pd.DataFrame, b: pd.DataFrame, documents: Sequence[pd.DataFrame] = ()
+) -> tuple[pd.DataFrame, str]:
+    """Return which measures differ between B and A beyond the noise over seeds, or over documents of two checkpoints.
 
-    A measure is the mean of its records over layers, heads and positions of a seed. Differences are paired by seed and tested with
-    Student's t test, Holm-corrected over all measures.
+    A measure is the mean of its records over layers, heads and positions of a seed. Differences are paired by seed, or with
+    fewer than `MIN_SEEDS` shared seeds by document, and tested with Student's t test, Holm-corrected over all measures.
 
     Args:
         a: Records of A's model, one step of each seed.
         b: Records of B's model.
+        documents: `stored_documents` of A and of B, if there are any.
 
     Returns:
         A row for each measure that both have on the same data: its name, `a` and `b` (means over the shared seeds), `difference`
         (B - A), `low` and `high` (adjusted interval), `seeds`, `p` (adjusted) and `moved`. And a sentence that says how many
-        moved, or why nothing is claimed: that needs `MIN_SEEDS` shared seeds.
+        moved beyond which noise, or why nothing is claimed.
     """
     means = []
     for name, given in (("a", a), ("b", b)):
@@ -364,6 +375,10 @@ def measure_differences(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame,
     tested = {
         key: interval for key, interval in intervals.items() if interval.n >= MIN_SEEDS and math.isfinite(interval.p)
     }
+    by_document = not tested and len(documents) == 2
+    if by_document:
+        intervals = {key: _over_documents(key, documents) or interval for key, interval in intervals.items()}
+        tested = {key: interval for key, interval in intervals.items() if math.isfinite(interval.p)}
     verdicts = judge_differences(tested)
     rows: list[dict[Any, Any]] = []
     for key, interval in intervals.items():
@@ -373,16 +388,43 @@ def measure_differences(a: pd.DataFrame, b: pd.DataFrame) -> tuple[pd.DataFrame,
         if verdict := verdicts.get(key):
             wide = interval.widened(verdict.factor)
             row |= {"low": wide.low, "high": wide.high, "p": min(1.0, interval.p * verdict.factor)}
-        rows.append(row | {"seeds": interval.n, "moved": verdict is not None and verdict.status != "unresolved"})
+        rows.append(row | {"seeds": len(each[key]), "moved": verdict is not None and verdict.status != "unresolved"})
     table = pd.DataFrame(rows)
     table[AXES] = table[AXES].astype(object).where(table[AXES] != "", None)
-    seeds = max(interval.n for interval in intervals.values())
+    seeds = max(map(len, each.values()))
     if not tested:
         return (
             table,
             f"{seeds} shared seed{'s' * (seeds > 1)}: nothing is claimed about the models; {MIN_SEEDS} seeds are needed.",
         )
-    return (
-        table,
-        f"{int(table['moved'].sum())} of {len(tested)} tested measures differ beyond the noise over seeds (Holm-adjusted).",
-    )
+    noise = "documents" if by_document else "seeds"
+    sentence = f"{int(table['moved'].sum())} of {len(tested)} tested measures differ beyond the noise over {noise} (Holm-adjusted)."
+    if by_document:
+        sentence += f" {seeds} shared seed{'s' * (seeds > 1)}: of these checkpoints, not of their models."
+    return table, sentence
+
+
+def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | None:
+    """Return the difference B - A of one measure paired by document; None if they were not measured on the same documents."""
+    named = dict(zip(AXES, key, strict=True))
+    sides = []
+    for frame in documents:
+        rows = frame[(frame["metric"] == named["metric"]) & (frame["data"] == named["data"])]
+        for column in ("site", "variant"):
+            rows = rows[rows[column].astype(object).where(rows[column].notna(), "") == named[column]]
+        sides.append(rows[rows["document"].notna() & rows["value"].notna()])
+    a, b = sides
+    if (
+        named["part"] != ""
+        or a.empty
+        or b.empty
+        or len({facts(p).get("data") for x in sides for p in x["provenance"].unique()}) > 1
+    ):
+        return None
+    return paired_seeds(*(x.groupby("document")["value"].mean() for x in (b, a)))
+
+
+def stored_documents(entry: Entry, step: int | None) -> pd.DataFrame:
+    """Return the stored values of single documents of a run at a step; without a step, of all."""
+    rows = read_parquet(sorted(Path(entry.path).glob("records/*.samples.parquet")), SAMPLE_COLUMNS)
+    return rows if step is None else rows[rows["step"] == step]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from workbench.sklearn.matrices import as_ids, as_matrix
 
 METHODS = {"pca": "principal components", "lda": "linear discriminants", "umap": "UMAP"}
 NEIGHBOURS, MOST = 10, 1000
+SHUFFLES = 3  # pairings at random, of the chance level of an alignment
 ALL, PLANE = "all dimensions", "map"
 
 
@@ -37,8 +38,13 @@ class TokenMap:
     explained: float  # share of the variance of all vectors within the plane; NaN for other methods than pca
     numbers: pd.DataFrame
     """measure, space (`all dimensions` or `map`), value, chance: `separation` of the vectors and of the points."""
+    vectors: np.ndarray  # float64 [n, width], of the points
+    project: Callable[[np.ndarray], np.ndarray]  # vectors [any, width] to points of this map
     disparity: float = math.nan
-    """After `aligned`: share of the squared distances that the alignment leaves, 0 for equal maps, 1 for unrelated ones."""
+    """After `aligned`: share of the squared distances between the vectors that the alignment leaves: 0 for vectors that differ by a
+    rotation, a scale and a shift."""
+    chance: float = math.nan
+    """The same for vectors that are paired at random: below 1 where there are few points for the width."""
 
 
 def token_map(
@@ -89,39 +95,42 @@ def map_of(
     """Return `token_map` of vectors X [documents * T, width] and token ids y, as `as_matrix` gives them."""
     documents = np.arange(len(y)) // T
     shown = drawn_rows(y, most, seed, documents % 2 == 1 if method == "lda" else None)
-    explained, points = math.nan, np.empty((0, 2))
+    explained, seen = math.nan, np.asarray(X[shown], dtype=np.float64)
+    project: Callable[[np.ndarray], np.ndarray]
     if method == "pca":
         pca = StreamedPCA(2).fit(X)
-        explained, points = float(pca.explained_variance_ratio_.sum()), pca.transform(X[shown])
+        explained, project = float(pca.explained_variance_ratio_.sum()), pca.transform
     elif method == "lda":
         sums, fit = ClassSums(), documents % 2 == 0
         sums.add(torch.from_numpy(X[fit]), torch.from_numpy(y[fit]))
         if len(sums.ids) < 3:
             raise BadData("LDA needs three tokens or more in the even documents")
-        coordinates = Discriminant.of(sums).coordinates(torch.from_numpy(X[shown]))
-        points = coordinates[:, [-2, -3]].double().numpy()  # the last column is 1, before it the largest spreads
+        discriminant = Discriminant.of(sums)
+
+        def on_discriminants(x: np.ndarray) -> np.ndarray:
+            coordinates = discriminant.coordinates(torch.from_numpy(np.asarray(x, dtype=X.dtype)))
+            return coordinates[:, [-2, -3]].double().numpy()  # the last column is 1, before it the largest spreads
+
+        project = on_discriminants
     else:
         try:
             import umap
         except ImportError:
             raise WorkbenchError("UMAP is not installed: `pip install umap-learn`, or choose pca or lda") from None
         reducer = umap.UMAP(n_components=2, n_neighbors=min(15, len(shown) - 1), random_state=seed, n_jobs=1)
-        points = np.asarray(reducer.fit_transform(X[shown]), dtype=np.float64)
-    if points.shape[1] < 2:
-        points = np.pad(points, ((0, 0), (0, 1)))  # vectors of width 1
-    spaces = {ALL: X[shown], PLANE: points}
+        project = reducer.fit(X[shown]).transform
+    points = in_plane(project, seen)
     numbers = pd.concat(
-        [separation(x, y[shown], neighbours, seed).assign(space=s) for s, x in spaces.items()], ignore_index=True
-    )
-    return TokenMap(
-        points,
-        y[shown],
-        documents[shown],
-        shown % T,
-        method,
-        explained,
-        numbers[["measure", "space", "value", "chance"]],
-    )
+        [separation(x, y[shown], neighbours, seed).assign(space=s) for s, x in {ALL: seen, PLANE: points}.items()],
+        ignore_index=True,
+    )[["measure", "space", "value", "chance"]]
+    return TokenMap(points, y[shown], documents[shown], shown % T, method, explained, numbers, seen, project)
+
+
+def in_plane(project: Callable[[np.ndarray], np.ndarray], vectors: np.ndarray) -> np.ndarray:
+    """Return points [n, 2] of vectors, float64; vectors of width 1 get a second coordinate 0."""
+    points = np.asarray(project(vectors), dtype=np.float64)
+    return np.pad(points, ((0, 0), (0, 2 - points.shape[1])))
 
 
 def drawn_rows(y: np.ndarray, most: int, seed: int = 0, among: np.ndarray | None = None) -> np.ndarray:
@@ -191,21 +200,48 @@ def neighbourhood_purity(X: np.ndarray, y: np.ndarray, neighbours: int = NEIGHBO
     return float(purity.mean()), float((others[counted] / (n - 1)).mean())
 
 
-def aligned(map_b: TokenMap, map_a: TokenMap) -> TokenMap:
-    """Return map B turned, reflected, scaled and moved onto map A by orthogonal Procrustes, with the disparity that is left.
+def aligned(map_b: TokenMap, map_a: TokenMap, *, neighbours: int = NEIGHBOURS, seed: int = 0) -> TokenMap:
+    """Return B's map in A's plane, after B's vectors are turned, reflected, scaled and moved onto A's in all dimensions.
 
-    Raises `BadData` if the maps have other points: then nothing pairs them.
+    The alignment is orthogonal Procrustes of the vectors, the narrower ones padded with zeros. Then A's map projects both.
+
+    Args:
+        map_b: Map of B.
+        map_a: Map of A, with the same points.
+        neighbours: As in `token_map`, for the numbers of the new points.
+        seed: Seed of the pairs at random.
+
+    Returns:
+        B's map with the points in A's plane, their numbers, and the `disparity` that the alignment leaves beside its `chance`.
+
+    Raises:
+        BadData: The maps have other points, so nothing pairs them, or all vectors of one are equal.
     """
     same = [np.array_equal(getattr(map_a, c), getattr(map_b, c)) for c in ("tokens", "documents", "positions")]
     if not all(same):
         raise BadData("A and B have other points; draw both maps of the same tokens")
-    a, b = (m.points - m.points.mean(0) for m in (map_a, map_b))
+    widths = [m.vectors.shape[1] for m in (map_a, map_b)]
+    a, b = (
+        np.pad(m.vectors - m.vectors.mean(0), ((0, 0), (0, max(widths) - width)))
+        for m, width in zip((map_a, map_b), widths, strict=True)
+    )
     sizes = float(np.square(a).sum()), float(np.square(b).sum())
     if not all(sizes):
         raise BadData("all points of a map are equal, so it cannot be aligned")
     turn, total = orthogonal_procrustes(b, a)
-    points = b @ turn * (total / sizes[1]) + map_a.points.mean(0)
-    return replace(map_b, points=points, disparity=max(0.0, 1 - total**2 / (sizes[0] * sizes[1])))
+    moved = (b @ turn * (total / sizes[1]))[:, : widths[0]] + map_a.vectors.mean(0)
+    points = in_plane(map_a.project, moved)
+    draw = np.random.default_rng(seed)
+    by_chance = [orthogonal_procrustes(draw.permutation(b), a)[1] for _ in range(SHUFFLES)]
+    disparity, *others = (max(0.0, 1 - x**2 / (sizes[0] * sizes[1])) for x in (total, *by_chance))
+    numbers = map_b.numbers.copy()
+    plane = separation(points, map_b.tokens, neighbours, seed)
+    numbers.loc[numbers["space"] == PLANE, ["value", "chance"]] = plane[["value", "chance"]].to_numpy()
+    varied = map_a.method == "pca"
+    explained = float(points.var(0).sum() / moved.var(0).sum()) if varied else math.nan
+    return replace(
+        map_b, points=points, numbers=numbers, explained=explained, disparity=disparity, chance=float(np.mean(others)),
+    )  # fmt: skip
 
 
 def by_layer_separation(

@@ -14,6 +14,7 @@ from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
 from workbench.plots.grids import safe, signed
+from workbench.plots.style import at_least
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import path_in_words, quoted, short
@@ -346,6 +347,7 @@ def query(source: Source, link: Link) -> Drawing:
 
 
 PARTS = {"layer": "layers", "head": "heads", "value_path": "value paths"}
+PANEL_PX = 300  # least width of a map of parts beside others
 MOST_PARTS = 12  # rows and columns of a map of parts; the smaller ones are one
 
 
@@ -396,11 +398,14 @@ def score(source: Source, link: Link) -> Drawing:
     less = AGAINST[asked] if asked in AGAINST else f"key {names[-1]}"
     what = f"score{capped} of query {names[0]}, key {names[1]}" + ("" if against is None else f" minus {less}")
     top = max(float(matrix.abs().to_numpy().max()) for _, matrix in matrices) or 1.0
-    parts = [(title, _parts_grid(matrix, top, written=len(matrices) == 1)) for title, matrix in matrices]
+    alone = len(matrices) == 1
+    parts = [(title, _parts_grid(matrix, top, written=alone)) for title, matrix in matrices]
     figure = plots.grids(
         parts, "Score attribution",
-        f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query times part of the key; norms fixed",
-    )  # fmt: skip
+        f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query (row) times part of the key (column); norms fixed",
+    ).update_layout(coloraxis_showscale=not alone)  # fmt: skip
+    if not alone:  # a narrow window stacks the maps, whose titles follow one another closely
+        figure = at_least(figure.update_xaxes(title_text=""), PANEL_PX * (len(parts) + 1))
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 
 
@@ -464,14 +469,12 @@ def path(source: Source, link: Link) -> Drawing:
             row["says"] = f"{found.weight:.3g} × {row['per_weight']:+.3g} = {row['logits']:+.3g}"
             colour = own if row["path"] == "own" else plots.colour(plots.MINUS)
             readers.append(
-                plots.Strand(
-                    name=path_in_words(row["path"]), size=row["logits"], says=f"{row['says']} logits", colour=colour
-                )
+                plots.Strand(name=path_in_words(row["path"]), size=row["logits"], says=row["says"], colour=colour)
             )
         paths.append(plots.DrawnPath(
             title=subject.title, centre=f"{names[0]} → {names[1]}: weight {found.weight:.3g}", colour=own,
-            sources={f"score{' − others’ mean' if less else ''} {found.score.score:+.3g}": sources},
-            readers={f"logit of {quoted(found.token)} {found.logits:+.3g}, by value path": readers},
+            sources=(f"score{' − mean' if less else ''} {found.score.score:+.3g}", sources),
+            readers=(f"logit of {quoted(found.token)} {found.logits:+.3g}", readers),
         ))  # fmt: skip
         tables += [
             pd.DataFrame({"side": "score", "part": parts.index, "amount": parts.to_numpy()}).assign(
@@ -489,8 +492,8 @@ def path(source: Source, link: Link) -> Drawing:
         capped = "" if found.score.capped is None else " before the soft cap"
     figure = plots.value_path(
         paths, f"Path of {names[0]}",
-        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score{capped}; right: attention "
-        "weight × logit per weight = logits added at the query; norms fixed; hatched: negative",
+        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score{capped}{less}; right: "
+        "by value path, attention weight × logit per weight = logits added at the query; norms fixed; hatched: negative",
     )  # fmt: skip
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -15,6 +16,7 @@ from workbench.claims.wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots.heads import documents
+from workbench.plots.maps import separation_figure
 from workbench.plots.style import plain
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
@@ -450,3 +452,82 @@ def _texts(source: Source, number: Behind) -> dict[int, str]:
     return {
         n: prompts.excerpt(model, ids, min(OPENING, len(ids) - 1), 0, letters=letters).text for n, ids in rows.items()
     }
+
+
+# ---- routers of mixtures of experts ----------------------------------------------------------------------------------
+
+ROUTING = ("expert_load", "router_entropy", "first_token_experts")
+LINES = (
+    ("router entropy (share of ln E)", "router_entropy", None), ("experts shared with the first token", "first_token_experts", None),
+    ("experts shared with found sinks", "first_token_experts", "found"),
+)  # fmt: skip
+"""Panels: title, metric and variant."""
+
+
+def _routing_rows(source: Source, link: Link, subject: RunAtStep, metric: str) -> pd.DataFrame:
+    """Return a subject's records of a router measure at its step, without controls; empty if it has none."""
+    if link.text("metric") not in ROUTING:
+        raise WorkbenchError(f"no measure of a router is selected; choose from {', '.join(ROUTING)}")
+    rows = source.records([subject.entry], [metric])
+    rows = rows[rows["layer"].notna() & rows["control"].isna() & (rows["step"].fillna(subject.step) == subject.step)]
+    return one_sample(rows)
+
+
+@view("depth")
+def experts(source: Source, link: Link) -> Drawing:
+    """Load of every expert by layer, relative to an even one, for model A, or A and B."""
+    parts, tables, sentences = list[tuple[str, plots.Grid]](), list[pd.DataFrame](), list[str]()
+    for subject in source.subjects(link):
+        rows = _routing_rows(source, link, subject, "expert_load")
+        rows = rows[rows["variant"].isna()]
+        if rows.empty:
+            sentences.append(f"{subject.title} has no load of experts at step {subject.step}.")
+            continue
+        cells = rows.pivot_table("value", "layer", "index")
+        parts.append((subject.title, plots.Grid(
+            cells.to_numpy(), [str(n) for n in cells.index], [str(e) for e in cells.columns], "times the even load", "layer", "expert",
+            span=(0.0, max(2.0, float(cells.to_numpy().max()))),
+        )))  # fmt: skip
+        tables.append(rows.assign(model=subject.title))
+        place: Any = cells.stack().idxmax()
+        layer, expert = place
+        sentences.append(
+            f"{subject.title}: the largest load is {cells.to_numpy().max():.3g} (expert {int(expert)} of layer {int(layer)}), "
+            f"{int((cells == 0).to_numpy().sum())} of {cells.size} experts take no token."
+        )
+    if not parts:
+        raise WorkbenchError(" ".join(sentences))
+    first = tables[0].iloc[0]
+    under = "share of tokens that take the expert, over that of an even load (1: even)"
+    figure = plots.grids(
+        parts, "Load of the experts", f"{under}; {first['data']}; n = {first['n']} documents of {first['T']} tokens"
+    )
+    return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
+
+
+@view("depth")
+def routers(source: Source, link: Link) -> Drawing:
+    """Entropy of the routers, and the experts that sinks share with other tokens, by layer and beside their baselines."""
+    tables, sentences = list[pd.DataFrame](), list[str]()
+    for subject in source.subjects(link):
+        each = {metric: _routing_rows(source, link, subject, metric) for metric in ROUTING[1:]}
+        overlap = each["first_token_experts"]
+        later = overlap[overlap["variant"] == "later_tokens"].groupby("layer")["value"].mean()
+        for measure, metric, variant in LINES:
+            rows = each[metric]
+            rows = rows[rows["variant"].isna() if variant is None else rows["variant"] == variant]
+            values = rows.groupby("layer")["value"].mean()
+            chance = later.reindex(values.index) if metric == "first_token_experts" else 1.0
+            tables.append(pd.DataFrame({
+                "layer": values.index.astype(int), "value": values.to_numpy(dtype=float), "chance": chance, "measure": measure,
+                "architecture": subject.series, "run": subject.entry.name, "step": subject.step,
+            }))  # fmt: skip
+            if variant and values.empty and len(overlap):
+                sentences.append(
+                    f"{subject.title}: to compare sinks on any token, workbench measure {subject.entry.path} -m {metric} --positions found."
+                )
+    table = pd.concat(tables, ignore_index=True)
+    if table.empty:
+        raise WorkbenchError(f"no entropy and no shared experts are stored; measure {' and '.join(ROUTING[1:])}")
+    under = "share: of a sink's experts, taken by another token too; dotted: all experts equally likely, or two later tokens"
+    return Drawing(separation_figure(table, "Routers by layer", under), table, " ".join(sentences))

@@ -14,11 +14,12 @@ from workbench.reports.differences import (
     SECTIONS,
     measure_differences,
     setting_differences,
+    stored_documents,
     stored_rows,
     weight_changes,
 )
 from workbench.runs.run import Run
-from workbench.statistics.intervals import confidence
+from workbench.statistics.intervals import MIN_SEEDS, confidence
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import short
@@ -97,13 +98,14 @@ def moved_weights(source: Source, link: Link) -> Drawing:
 
 @view("differences", "measures")
 def moved_measures(source: Source, link: Link) -> Drawing:
-    """Stored measures of B minus A over shared seeds; beyond ±1 the difference exceeds the noise over seeds."""
+    """Stored measures of B minus A over shared seeds, or documents; beyond ±1 the difference exceeds their noise."""
     sides = []
     for subject in both_models(source, link):
         entry = subject.entry
         alike = [e for e in source.catalogue().entries if (e.group, e.series) == (entry.group, entry.series)]
         sides.append(stored_rows(alike, subject.step, source.cache.records, source.cache.telemetry))
-    table, sentence = measure_differences(*sides)
+    documents = [stored_documents(s.entry, s.step) for s in both_models(source, link)]
+    table, sentence = measure_differences(sides[0], sides[1], documents)
     if table.empty or "low" not in table:
         raise WorkbenchError(sentence)
     a, b = (run_name(s.entry) for s in both_models(source, link))
@@ -128,6 +130,8 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     ))  # fmt: skip
     for x in (-1, 0, 1):
         figure.add_vline(x=x, line={"color": GREY, "dash": "dot" if x else "solid", "width": 1})
-    figure.update_xaxes(title_text=f"(B − A) / half of its {confidence()} interval, Holm-adjusted")
-    under = f"B: {b}; A: {a}; {int(shown['seeds'].max())} seeds; hollow: not significant after Holm"
+    figure.update_xaxes(title_text="(B − A) / half its interval")
+    seeds = int(shown["seeds"].max())
+    noise = f"{seeds} seeds" if seeds >= MIN_SEEDS else "over documents of 1 seed"
+    under = f"B: {b}; A: {a}; {noise}; interval: {confidence()}, Holm-adjusted; hollow: not significant"
     return Drawing(dressed(figure, "Measures that moved", under, 120 + ROW * len(shown)), table, sentence)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from workbench import prompts
+from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.views import attention
 from workbench.views.base import Drawing, view
 from workbench.views.link import SELECTION, Link
-from workbench.views.positions import own_positions, path_in_words, position
+from workbench.views.positions import own_positions, path_in_words, position, quoted
 from workbench.views.source import RunAtStep, Source
 
 SUMS = ["amount", "total", "even_amount"]
@@ -43,9 +43,14 @@ def reader(source: Source, link: Link) -> Link:
 def follow(source: Source, link: Link) -> Drawing:
     """Path of a token through one reader: its score, its weight, and what its value adds to a logit."""
     cell = reader(source, link)
-    drawing, layer = attention.path(source, cell), int(cell.options["layer"])
+    layer, drawing, refusal, flows = int(cell.options["layer"]), None, "", list[plots.DrawnPath]()
+    try:
+        drawing = attention.path(source, cell)
+    except WorkbenchError as reason:  # sources and readers are drawn instead
+        refusal = f"The path to a logit is left out: {reason}."
     subjects, left_out = own_positions(source, link)
-    sentences, tables = [drawing.sentence, *([left_out] if left_out else [])], list[pd.DataFrame]()
+    sentences = list(filter(None, (drawing.sentence if drawing else refusal, left_out)))
+    tables = list[pd.DataFrame]()
     for subject, own in subjects:
         try:
             flow = source.query(prompts.value_flow, subject, source.prompt(link), position=own, layer=layer)
@@ -61,6 +66,13 @@ def follow(source: Source, link: Link) -> Drawing:
         queries["token"] = [flow.tokens[int(q)] for q in queries["query"]]
         tables.append(pd.concat([parts, readers, queries]).reindex(columns=COLUMNS).assign(model=subject.title))
         sentences.append(_sentence(subject, flow))
+        flows.append(_drawn(subject, flow))
+    if drawing is None:
+        if not flows:
+            raise WorkbenchError(" ".join(sentences))
+        under = "left: sources of the value, by projection on it; right: heads that read it, by attention times norm after W_O"
+        figure = plots.value_path(flows, "Sources and readers of a value", under)
+        return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
     place = {"layer": layer, "head": int(cell.options["head"]), "query": int(cell.options["lock"])}
     path = drawing.table.rename(columns={"side": "kind", "part": "path"}).assign(**place)
     return Drawing(drawing.figure, pd.concat([path, *tables], ignore_index=True), " ".join(sentences))
@@ -92,6 +104,22 @@ def _groups(flow: prompts.ValueFlow) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     own = summed(rows[rows["layer"] == flow.layer], ["added", "head"])
     return own, summed(rows[rows["layer"] > flow.layer], ["layer", "added"])
+
+
+def _drawn(subject: RunAtStep, flow: prompts.ValueFlow) -> plots.DrawnPath:
+    """The value's sources and its readers by head, as bands."""
+    own, other = plots.colour(subject.series), plots.colour(plots.MINUS)
+    sources = flow.parts.groupby("path", sort=False)["projection"].sum()
+    heads = _groups(flow)[0].query("not added")
+    sides = (
+        [(path_in_words(str(p)), x, own if p == "own" else other) for p, x in sources.items()],
+        [(f"head {int(h)}", x, own) for h, x in zip(heads["head"], heads["amount"], strict=True)],
+    )
+    left, right = ([plots.Strand(name=n, size=x, says=number(x), colour=c) for n, x, c in side] for side in sides)
+    return plots.DrawnPath(
+        title=subject.title, centre=f"{quoted(flow.tokens[flow.position])}: norm {number(flow.norm)}", colour=own,
+        sources=("sources", left), readers=(f"readers in layer {flow.layer}", right),
+    )  # fmt: skip
 
 
 def _largest(rows: pd.DataFrame) -> Row:

@@ -45,7 +45,7 @@ PAGES = {
     ),
     "prompt": PageInfo(
         "Prompt", "chat", "Predictions, values and attribution on your text",
-        ("show", "site", "layer", "head", "position", "query", "target", "against", "quantity", "lens", "other"),
+        ("show", "site", "layer", "head", "position", "query", "target", "against", "quantity", "lens", "fit", "other"),
     ),
     "maps": PageInfo(
         "Maps", "scatter_plot", "Tokens as points, and heads in groups", ("site", "layer", "method", "colour", "groups")

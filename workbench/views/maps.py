@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def _key(name: str, subject: RunAtStep, link: Link, *more: Any) -> tuple[Any, ..
 
 
 def maps(source: Source, link: Link) -> list[tuple[RunAtStep, TokenMap]]:
-    """Return the token map of A, and B's aligned with it if two are compared."""
+    """Return the token map of A, and B's in A's plane, aligned with it, if two are compared."""
     from workbench.sklearn import aligned, token_map
 
     site, method = link.choice("site", SITES), link.choice("method", METHODS)
@@ -75,14 +76,18 @@ def maps(source: Source, link: Link) -> list[tuple[RunAtStep, TokenMap]]:
         def draw(subject: RunAtStep = subject) -> TokenMap:
             return token_map(source.model(subject), site, sample(source, link)[0], layer=layer, method=method)
 
-        drawn = source.keep(_key("token map", subject, link, site, layer, method), draw)
-        result.append((subject, aligned(drawn, result[0][1]) if result else drawn))
+        key = _key("token map", subject, link, site, layer, method)
+        drawn: TokenMap = source.keep(key, draw)
+        if result:
+            beside = partial(aligned, drawn, result[0][1])
+            drawn = source.keep((*key, "aligned", checkpoint_key(result[0][0])), beside)
+        result.append((subject, drawn))
     return result
 
 
 @view("maps")
 def tokens(source: Source, link: Link) -> Drawing:
-    """Vectors of one layer in a plane, coloured by token, position or document; B's map is turned onto A's."""
+    """Vectors of one layer in a plane, coloured by token, position or document; B's vectors are turned onto A's."""
     by, site, method = (
         link.choice(key, names) for key, names in (("colour", COLOURS), ("site", SITES), ("method", METHODS))
     )
@@ -113,7 +118,10 @@ def tokens(source: Source, link: Link) -> Drawing:
     if method == "pca":
         facts.append(f"the plane holds {' and '.join(f'{m.explained:.0%}' for _, m in drawn)} of the variance")
     if len(drawn) > 1:
-        facts.append(f"B turned onto A (Procrustes), {last.disparity:.0%} of the squared distances remain")
+        facts.append(
+            f"B's vectors turned onto A's in all dimensions (Procrustes), in A's plane; {last.disparity:.0%} of the squared distances "
+            f"remain, {last.chance:.0%} if paired at random"
+        )
     axes = (f"{AXES[method]} 1", f"{AXES[method]} 2")
     figure = token_map_figure(panels, by, f"Map of {SITES[site]}", wrapped("; ".join(facts), 125), axes)
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))

@@ -93,16 +93,22 @@ def lens(source: Source, link: Link) -> Drawing:
     """Logit lens: the prediction per layer after each token, by the model's own output head; or the tuned lens."""
     quantity, kind = link.choice("quantity", LENS), link.choice("lens", tuned.KINDS)
     words, unit, span, about = LENS[quantity]
-    text = source.prompt(link)
+    text, fits = source.prompt(link), list[str]()
 
     def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
-        path = tuned.lens_file(source, subject) if kind == "tuned" else None
+        path = None
+        if kind == "tuned":
+            path, fitted_on = tuned.lens_file(source, link, subject)
+            fits.append(f"{subject.tag}{': ' * bool(subject.tag)}{fitted_on}")
         result = source.query(prompts.logit_lens, subject, text, top=5, positions=window, tuned=path)
         texts = np.array([[cell[0] for cell in row] for row in result.top_tokens], dtype=object)
         return _grid(getattr(result, quantity), result.tokens, window.start, unit, span, stream=True, texts=texts)
 
-    return _map(
+    drawing = _map(
         source, link, tuned.KINDS[kind].capitalize(), f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS
+    )
+    return (
+        replace(drawing, sentence=f"{drawing.sentence} Maps fitted on {'; '.join(fits)}.".strip()) if fits else drawing
     )
 
 

@@ -1,21 +1,22 @@
-"""Tuned lens on the prompt page. The view fits its maps on the run's validation documents and stores them in the cache."""
+"""Tuned lens on the prompt page. The view fits its maps on documents of the run, or on another text, and stores them in the cache."""
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots, prompts
+from workbench.data.corpus import embedded
 from workbench.errors import WorkbenchError
 from workbench.places import lenses_folder
-from workbench.runs.run import Run
 from workbench.views import follow  # noqa: F401  (its views come first on the page)
 from workbench.views.base import Drawing, view
+from workbench.views.heads import validation_ids
 from workbench.views.link import Link
-from workbench.views.source import RunAtStep, Source
+from workbench.views.source import LETTERS, RunAtStep, Source
 
 DOCUMENTS, MAX_T = 128, 256  # of the fit; a quarter is held out
 LOOKS = {
@@ -24,23 +25,61 @@ LOOKS = {
     "frequency": ("token frequencies (baseline)", "dot"),
 }
 KINDS = {"logit": "logit lens", "tuned": "tuned lens"}
+TEXTS = {"own": "its validation documents", "shipped": "the shipped text", "prompt": "the prompt"}
+LEAST_T, LEAST_DOCUMENTS = 16, 8  # of a prompt that is cut into documents
 
 
-def lens_file(source: Source, subject: RunAtStep) -> str:
-    """Return the file of a subject's tuned lens, fitted on its run's validation documents unless it is in the cache."""
-    entry = subject.entry
-    if entry.imported:
-        raise WorkbenchError(
-            f"the training text of {entry.name} (imported) is unknown: fit a tuned lens in Python, prompts.fit_tuned_lens(model, tokens)"
-        )
+def lens_file(source: Source, link: Link, subject: RunAtStep) -> tuple[str, str]:
+    """Return the file of a subject's tuned lens, fitted unless it is in the cache, and the text of the fit in words.
 
-    def fit() -> str:
-        run = Run.open(Path(entry.path))
-        ids = run.data.sample(DOCUMENTS, min(MAX_T, run.train.T, entry.n_ctx)).ids
+    The text is the link's `fit`. Without it, it is the run's validation documents, or the shipped text if these are unknown.
+    """
+    entry, asked = subject.entry, link.choice("fit", TEXTS) if link.text("fit") else None
+    of = source.prompt(link) if asked == "prompt" else None
+
+    def fit() -> tuple[str, str]:
+        ids, text = _documents(source, subject, asked, of)
         model, folder = source.model(subject), lenses_folder()
-        return str(prompts.fit_tuned_lens(model, ids, store=folder, progress=source.progress).file(folder))
+        return str(prompts.fit_tuned_lens(model, ids, store=folder, progress=source.progress).file(folder)), TEXTS[text]
 
-    return str(source.keep(("tuned lens", entry.path, entry.stamp, subject.step), fit))
+    made: tuple[str, str] = source.keep(("tuned lens", entry.path, entry.stamp, subject.step, asked, of), fit)
+    return made
+
+
+def _documents(source: Source, subject: RunAtStep, asked: str | None, prompt: str | None) -> tuple[Any, str]:
+    """Return ids [document, pos] for a fit and which of `TEXTS` they are; raises `WorkbenchError` if the model cannot read the text."""
+    entry = subject.entry
+    if asked in (None, "own"):
+        try:
+            return validation_ids(entry, DOCUMENTS), "own"
+        except WorkbenchError:
+            if asked is not None or entry.kind in LETTERS:
+                raise
+    tokenizer, T = source.model(subject).tokenizer, min(MAX_T, entry.n_ctx)
+    if tokenizer is None:
+        raise WorkbenchError(
+            f"{entry.name} has no tokenizer, so it reads no text: fit a tuned lens in Python, prompts.fit_tuned_lens(model, ids)"
+        )
+    if prompt is not None:
+        ids = tokenizer.encode(prompt)
+        T = min(T, len(ids) // LEAST_DOCUMENTS)
+        if T < LEAST_T:
+            least = LEAST_T * LEAST_DOCUMENTS
+            raise WorkbenchError(
+                f"the prompt has {len(ids)} tokens: a fit needs {least} or more; select the shipped text (fit=shipped)"
+            )
+        return [ids[i : i + T] for i in range(0, len(ids) - T + 1, T)], "prompt"
+    rows = list[list[int]]()
+    for document in embedded().split("validation"):
+        if len(ids := tokenizer.encode(document.text[: 16 * T])) >= T:  # a token has far fewer than 16 characters
+            rows.append(ids[:T])
+        if len(rows) == DOCUMENTS:
+            break
+    if len(rows) < LEAST_DOCUMENTS:
+        raise WorkbenchError(
+            f"the shipped text has {len(rows)} documents of {T} tokens for {entry.name}: a fit needs {LEAST_DOCUMENTS}"
+        )
+    return rows, "shipped"
 
 
 @view("prompt")
@@ -50,10 +89,8 @@ def lens_loss(source: Source, link: Link) -> Drawing:
         raise WorkbenchError("select the tuned lens (lens=tuned): it is fitted once")
     figure, tables, sentences = go.Figure(), list[pd.DataFrame](), list[str]()
     for subject in source.subjects(link):
-        lens = source.keep(
-            ("tuned lens, read", lens_file(source, subject)),
-            partial(prompts.load_tuned_lens, lens_file(source, subject)),
-        )
+        path, text = lens_file(source, link, subject)
+        lens = source.keep(("tuned lens, read", path), partial(prompts.load_tuned_lens, path))
         frame = lens.held_out
         for name, (words, dash) in LOOKS.items():
             rows = frame[frame["lens"] == name]
@@ -67,8 +104,8 @@ def lens_loss(source: Source, link: Link) -> Drawing:
         gain = frame.pivot_table("loss", "layer", "lens")
         gain = (gain["logit"] - gain["tuned"]).iloc[:-1]
         sentences.append(
-            f"{subject.title}: fitted on {lens.fitted_on['positions']:,} positions of {lens.fitted_on['documents']} documents, measured on "
-            f"{lens.fitted_on['held_out']} others. The tuned lens loses {gain.max():.3g} nats less than the logit lens at layer "
+            f"{subject.title}: fitted on {lens.fitted_on['positions']:,} positions of {lens.fitted_on['documents']} documents of {text}, "
+            f"measured on {lens.fitted_on['held_out']} more. The tuned lens loses {gain.max():.3g} nats less than the logit lens at layer "
             f"{int(gain.idxmax())}, the largest difference; in the last row both are the output."
         )
     figure.update_xaxes(title_text="stream into layer (last: the output)", dtick=1)

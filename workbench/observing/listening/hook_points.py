@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from workbench.models.hook_points import HookedModule, HookPoint, has_hooks
 from workbench.observing.interception.weights import full_weight
 from workbench.observing.recognition.attention_calls import TracedAttention
+from workbench.observing.recognition.routers import Router
 from workbench.observing.recognition.structure import LayerStructure, Part
 from workbench.observing.recognition.value_paths import Mixture
 
@@ -69,9 +70,9 @@ class BlockPoints(HookedModule):
         if len(layer.parts) > 1:
             for number, part in enumerate(layer.parts):
                 self.attn.add_module(str(number), AttentionPoints(part.attention, located_in_part(part)))
-        if layer.router is not None:
+        if isinstance(layer.router, Router):
             self.mlp = HookedModule()
-            self.mlp.add_hook_points("router_logits", "expert_weights")
+            self.mlp.add_hook_points(*layer.router.sites)
         if sources:
             self.attn.source = nn.ModuleDict({str(j): _value_point() for j in sources})
         if mixture.table:

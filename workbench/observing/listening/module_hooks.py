@@ -38,7 +38,7 @@ class _ReadTensor(NamedTuple):
 
     location: TensorLocation
     is_input: bool
-    fire: Callable[[Tensor], Tensor]
+    fire: Callable[[Any], Any]
     layer: int | None
 
 
@@ -147,9 +147,7 @@ class HookedRun(AttentionRun):
                 if self.is_hooked(point := getattr(block, f"hook_{name}")):
                     fire = partial(self.fire_addition, point=point, factor=location.factor)
                     yield _ReadTensor(location, False, fire, i)
-            if layer.router is not None and any(
-                map(self.is_hooked, (block.mlp.hook_router_logits, block.mlp.hook_expert_weights))
-            ):
+            if isinstance(layer.router, Router) and any(map(self.is_hooked, block.mlp.children())):
                 yield _ReadTensor(layer.router, False, partial(self._show_routing, block.mlp, layer.router), i)
             if layer.z is not None and layer.z.module != MATRIX and "z" in self.layer_points[i]:
                 yield _ReadTensor(layer.z, True, partial(self.fire_z, i=i), i)
@@ -164,12 +162,11 @@ class HookedRun(AttentionRun):
         fired = self.fire_at(attention, "latent", flat)
         return state if fired is flat else fired
 
-    def _show_routing(self, points: Any, router: Router, logits: Tensor) -> Tensor:
-        """Fire read-only on a router's logits, and on the weights that follow from them."""
-        self.show(points.hook_router_logits, logits)
-        if self.is_hooked(points.hook_expert_weights):
-            self.show(points.hook_expert_weights, router.weights(logits))
-        return logits
+    def _show_routing(self, points: Any, router: Router, output: Any) -> None:
+        """Fire read-only on what a router's output shows."""
+        for site in router.sites:
+            if self.is_hooked(point := getattr(points, f"hook_{site}")):
+                self.show(point, router.read(site, output, self.positions))
 
     def _show_stream(self, points: list[Any], tensor: Tensor) -> Tensor:
         """Fire read-only on a stream that has other readers."""
@@ -247,7 +244,11 @@ class HookedRun(AttentionRun):
     def _after(self, reads: list[_ReadTensor], module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         changed = output
         for read in reads:
-            if not read.is_input and self._is_current(read):
+            if read.is_input or not self._is_current(read):
+                continue
+            if isinstance(read.location, Router):  # several of its tensors together
+                read.fire(output)
+            else:
                 changed = self._fired(changed, read.location.path, read.location.axes, read.fire)
         return None if changed is output else changed
 

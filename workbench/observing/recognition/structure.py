@@ -158,7 +158,7 @@ class LayerStructure:
     adds_norms: bool = False  # whether the block adds norms of its parts' outputs, computed outside a module
     axes: tuple[Axes, Axes] = (Axes(), Axes())  # of the stream in and out
     is_normed: bool = False  # whether the block returns a norm's output (BERT)
-    router: Any = None  # `Router` of a mixture of experts
+    router: Any = None  # `Router` of a mixture of experts, or why a module that looks like one is none
 
     @property
     def is_read(self) -> bool:

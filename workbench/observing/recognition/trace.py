@@ -178,6 +178,13 @@ class Trace(CallHandler):
         entry.end = self._tick()
         for path, tensor in tensors_in(output):
             self._keep(entry.outputs, path, tensor, (*entry.place[:2], "output"))
+        axes = {made.shape: made.axes for made in entry.outputs}
+        for path, tensor in tensors_in(output):
+            if tuple(tensor.shape) in axes and not tensor.is_floating_point() and not is_sharded(tensor):
+                of_it = axes[tuple(tensor.shape)]
+                rows = self.positions.by_position(tensor.double(), of_it)
+                assert rows is not None
+                entry.indices.append(TracedTensor(path, rows[self.rows], tuple(tensor.shape), of_it))
 
     def _is_tokens(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the tokens: [batch, pos], [pos, batch], in one row, or with more before or after them."""
