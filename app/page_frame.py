@@ -46,7 +46,7 @@ def page(
             widgets.navigation(None)  # the other pages stay within reach
             raise
         share = st.container(width="content", key="share")
-    widgets.navigation(None if link is None else link.text("set"))
+    widgets.navigation(link)
     messages = st.container()
     if link is None:
         st.info(EMPTY)

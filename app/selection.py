@@ -64,7 +64,8 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
         link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
     # Depth and Training add the other seeds
     if (
-        link.on("compare")
+        ready
+        and link.on("compare")
         and page not in ("depth", "training")
         and len({s.entry.architecture for s in source.subjects(link)}) > 1
     ):

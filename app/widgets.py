@@ -6,6 +6,7 @@ deep links work. An option of the link that does not exist is ignored, with a me
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -206,27 +207,24 @@ def warn_of_unknown_keys() -> None:
         st.info("The link has unknown options; they were ignored.", icon=":material/link_off:")
 
 
-def page_link(
-    page: str, label: str, icon: str, about: str | None = None, *, target: st.Page | None = None, **changes: str
-) -> None:
+def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None, **changes: str) -> None:
     """A link to a page that keeps the selection, with some options changed."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
     carried |= {SAME_PAGE: "1"} if page == st.session_state.get("page") else {}
-    st.page_link(target or f"screens/{page}.py", label=label, icon=icon, help=about, query_params=carried)
+    st.page_link(target or f"screens/{page}.py", label=label, icon=icon, query_params=carried)
 
 
-def navigation(experiment: str | None) -> None:
-    """Fill the list of pages in the sidebar; its links keep the experiment, also one that the address does not name."""
+def navigation(link: Link | None) -> None:
+    """Fill the list of pages in the sidebar; its links keep the experiment and the model of a head, also if the address omits them."""
     if "navigation" not in st.session_state:  # a page alone, without `main.py`
         return
     place, targets = st.session_state["navigation"]
-    carried = {} if experiment is None else {"set": experiment}
+    kept = ("set", "a") if "head" in st.query_params or "layer" in st.query_params else ("set",)
+    carried = {key: value for key in kept if link is not None and (value := link.text(key)) is not None}
     with place:
         for name, target in targets.items():
-            title, icon, about = "Kept", "push_pin", "Kept views with their notes"
-            if name in PAGES:
-                title, icon, about = PAGES[name].title, PAGES[name].icon, PAGES[name].about
-            page_link(name, title, f":material/{icon}:", about, target=target, **carried)
+            title, icon = (PAGES[name].title, PAGES[name].icon) if name in PAGES else ("Kept", "push_pin")
+            page_link(name, title, f":material/{icon}:", target=target, **carried)
 
 
 def row_table(
@@ -247,9 +245,12 @@ def rows_table(key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[
 
 
 def number_columns(table: pd.DataFrame) -> dict[Any, Any]:
-    """The columns of a table with decimals, written with three significant digits."""
-    large = {c: table[c].abs().max() >= 1000 for c in table.select_dtypes("float")}
-    return {c: st.column_config.NumberColumn(format="%.0f" if large[c] else "%.3g") for c in large}
+    """The columns of a table with decimals, written with three significant digits; a mean has the decimals of its smallest `±`."""
+    formats = {c: "%.0f" if table[c].abs().max() >= 1000 else "%.3g" for c in table.select_dtypes("float")}
+    for half in (c for c in formats if " ± " in str(c) and (table[c] > 0).any()):
+        decimals = max(0, 1 - math.floor(math.log10(table[half].where(table[half] > 0).min())))
+        formats |= dict.fromkeys((half, str(half).partition(" ± ")[0]), f"%.{decimals}f")
+    return {c: st.column_config.NumberColumn(format=text) for c, text in formats.items()}
 
 
 def _table(

@@ -6,11 +6,14 @@ import os
 import shutil
 
 import dashboard
+import pandas as pd
 import pytest
 from app_pages import charts
 
+from app.widgets import number_columns
 from workbench.claims.all_verdicts import judge_all
 from workbench.runs.records import load_records
+from workbench.views.base import ONE_SEED
 
 SHOWN = {
     "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",),
@@ -71,6 +74,19 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     assert list(table["model"]) == ["SVFormer", "Transformer"]
     assert list(table["seed 0"]) == ["step 5", "step 12"]
     assert "No sink formed" in said(at)
+
+
+def test_a_badge_of_two_models_is_absent_where_all_runs_are_shown(page, populated):
+    assert ONE_SEED not in said(page(populated, show="here", compare="1"))
+
+
+def test_a_mean_has_as_many_decimals_as_its_interval():
+    columns = number_columns(pd.DataFrame({"loss": [2.4576], "loss ± 95 %": [0.0115], "rate": [0.003]}))
+    assert {name: column["type_config"]["format"] for name, column in columns.items()} == {
+        "loss": "%.3f",
+        "loss ± 95 %": "%.3f",
+        "rate": "%.3g",
+    }
 
 
 def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, folders, tmp_path):

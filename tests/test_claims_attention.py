@@ -146,6 +146,7 @@ def test_sharing_values_delays_the_sink(sink, copied, status, said):
     assert said in found.sentence
     assert (found.table["unit"] == "steps").all()
     assert len(found.table) == 3, "what others do is shown beside it"
+    assert set(found.runs) == {of["run"] for of in made}, "their runs are listed too"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_a_compound_claim_names_the_comparison_that_fails():
     verdict = judged({"a": clear}, -1, "", "nats", also={"b": vague}, shown={"c": clear})
     (verdict,) = corrected([verdict])
     assert verdict.status == "unresolved"
-    assert verdict.unmet() == ["b"]
+    assert verdict.unmet() == {"b": "the adjusted interval does not exclude 0 in the claimed direction"}
+    few = judged({"a": clear, "b": over_seeds([0.1])}, -1, "", "nats", min_seeds=5)
+    assert few.unmet() == {"a": "too few seeds for a test", "b": "too few seeds for an interval"}
     assert list(verdict.adjusted()["role"]) == ["decides", "must hold too", "context"]
     assert list(verdict.adjusted()["significant"]) == [True, False, True]
 
@@ -173,6 +175,8 @@ def test_pages_are_linked_with_the_experiment_that_is_shown(browse, populated):
     links = [e.proto.query_string for e in browse(populated, "depth").sidebar.get("page_link")]
     assert len(links) > 6
     assert all("set=text-2x16" in link for link in links), "another page would choose an experiment of its own"
+    links = [e.proto.query_string for e in browse(populated, "attention", head="1").sidebar.get("page_link")]
+    assert all("a=text-resformer-s0" in link for link in links), "a head of another model is another head"
 
 
 def test_a_model_that_cannot_be_opened_says_why(browse, populated, tmp_path):

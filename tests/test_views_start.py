@@ -94,7 +94,7 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     assert hollow["SVFormer"] == "circle"
 
 
-def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
+def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path, monkeypatch):
     group = finding.finding(shipped, link("finding")).group
     for entry in shipped.group(link("finding", set=group)):
         if entry.seed < 2 and entry.series in ("transformer", "svformer"):
@@ -111,6 +111,15 @@ def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path):
     assert said.startswith("1 seed: each number is one pair of runs and has no interval."), (
         "one seed has no mean over seeds"
     )
+    own, models = (Source(tmp_path / name).catalogue() for name in ("one", "two"))
+    entries = [
+        replace(e, shipped=e.path.startswith(f"{tmp_path}/two"), group=e.path.split("/")[-2])
+        for e in (*own.entries, *models.entries)
+    ]
+    both = Source(tmp_path / "one")
+    monkeypatch.setattr(both, "catalogue", lambda: replace(own, entries=tuple(entries)))
+    told = finding.headline(finding.finding(both, link("finding", set="two")))
+    assert told == "Unresolved: 1 seed per model, and a verdict needs 3.", "shipped models beside own runs"
 
 
 def test_runs_that_never_copy_are_counted_and_have_no_interval():

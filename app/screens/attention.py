@@ -65,6 +65,10 @@ def attention_page(link: Link) -> None:
         st.caption(note)
     if choice.lock is not None:
         _score(link, choice)
+    else:
+        query, key = attention.cell(source, link)
+        why = f"Why it looks there: parts of the score, from token {query} to token {key}"
+        widgets.page_link("attention", why, ":material/functions:", lock=str(query), key=str(key))
     panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
     if panel.open:  # its value paths at the query token (else the last token), and its measures over training
         head = {"layer": choice.layer, "head": choice.head}

@@ -27,7 +27,7 @@ MEASURES = "Each measure is averaged over layers, heads and positions of a seed,
 
 def differences_page(link: Link) -> None:
     if not link.on("compare"):
-        st.info("Select *Compare* and a model B.", icon=":material/compare_arrows:")
+        st.info("Switch on *Compare* in the header row and select a model B.", icon=":material/compare_arrows:")
         return
     show(differences.settings, link)
     with toolbar("options"):

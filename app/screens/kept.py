@@ -24,7 +24,7 @@ def main() -> None:
     """All pinned views of the folder, the newest first."""
     source = cached_source()
     kept: list[pins.Pin] = []
-    widgets.navigation(st.query_params.get("set"))
+    widgets.navigation(Link("kept", {"set": group} if (group := st.query_params.get("set")) else {}))
     with toolbar("header"):
         choose_link("kept", uses="nothing")
     title_row("Kept", ABOUT)

@@ -327,7 +327,8 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
                  "Source": claim.source, "Runs compared": f"{len(verdict.runs)}, controls included: {verdict.setting}"}  # fmt: skip
         if unmet := verdict.unmet():
-            facts["Not met"] = f"{', '.join(unmet)}: the adjusted interval does not exclude 0 in the claimed direction"
+            reasons = {why: ", ".join(n for n in unmet if unmet[n] == why) for why in unmet.values()}
+            facts["Not met"] = "; ".join(f"{names}: {why}" for why, names in reasons.items())
         st.markdown("\n".join(f"- {name}: {widgets.escaped(fact)}" for name, fact in facts.items()))
         show(start.verdict, link)
         runs, records = start.runs_behind(cached_source(), judged)

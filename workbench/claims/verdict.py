@@ -65,14 +65,20 @@ class Verdict:
         low, high, significant = [i.low for i in wide], [i.high for i in wide], [i.sign != 0 for i in wide]
         return self.table.assign(low=low, high=high, significant=significant)
 
-    def unmet(self) -> list[str]:
-        """Return the comparisons that must have their sign beyond the adjusted interval for a supported claim, and have not."""
+    def unmet(self) -> dict[str, str]:
+        """Return the comparisons that must have their sign for a supported claim and have not, each with the reason."""
         table = self.adjusted()
-        if "role" not in table:
-            return []
-        needed = table[table["role"].isin(ROLES[:2])]
-        met = needed["significant"] & (needed["value"] * needed["expected"] > 0)
-        return [str(name) for name in needed.loc[~met, "comparison"]]
+        if "role" not in table or self.status == "supported":
+            return {}
+        needed, tested = table[table["role"].isin(ROLES[:2])], self.status == "gated" or math.isfinite(self.p)
+        met = needed["significant"] & (needed["value"] * needed["expected"] > 0) & tested
+        reasons = {
+            True: "the adjusted interval does not exclude 0 in the claimed direction",
+            False: "no interval over seeds",
+        }
+        if not tested:
+            reasons = {True: "too few seeds for a test", False: "too few seeds for an interval"}
+        return {str(row["comparison"]): reasons[math.isfinite(row["low"])] for _, row in needed[~met].iterrows()}
 
 
 class InsufficientEvidence(Exception):

@@ -231,10 +231,11 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
     )
     for i, (name, architecture, tokens, chances) in enumerate(parts):
         ticks = [f"{safe(t)}  " for t in tokens]
+        points = [100 * c for c in chances]  # a difference of probabilities is in percentage points
         figure.add_bar(
-            x=list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
+            x=points if name == MINUS else list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
             name=markup.escape(name), showlegend=False,
-            text=[f"{c:+.1%}".replace("-", "−") if name == MINUS else f"{c:.1%}" for c in chances], textposition="outside",
+            text=[f"{p:+.1f}".replace("-", "−") if name == MINUS else f"{p:.1f}%" for p in points], textposition="outside",
             cliponaxis=False, row=1, col=i + 1,
         )  # fmt: skip
         figure.update_yaxes(
@@ -242,10 +243,8 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
             row=1, col=i + 1,
         )  # fmt: skip
         if name == MINUS:
-            reach = 1.5 * max(max(map(abs, chances)), 1e-3)
-            figure.update_xaxes(
-                title_text=f"probability, {MINUS}", tickformat=".0%", range=[-reach, reach], row=1, col=i + 1
-            )
+            reach = 1.5 * max(max(map(abs, points)), 0.1)
+            figure.update_xaxes(title_text=f"probability, {MINUS} (points)", range=[-reach, reach], row=1, col=i + 1)
         else:
             figure.update_xaxes(title_text="probability", tickformat=".0%", range=[0, 1.15 * largest], row=1, col=i + 1)
     under = "the most probable tokens after the last one; higher: more certain"

@@ -27,7 +27,7 @@ from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
 
-KIND, VERSION = "catalogue", "8"
+KIND, VERSION = "catalogue", "9"
 DAMAGE = (WorkbenchError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SETTLED = 1_000_000_000  # nanoseconds after which a second change has another time
 LOOKS = 1500  # tables whose times are read in each call, 5 ms
@@ -272,7 +272,8 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
     return Entry(
         **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
         group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
-        title=f"{task}: {model.n_layers} layers of width {model.d_model}, {train.steps} steps",
+        title=f"{task}: {model.n_layers} layers of width {model.d_model}"
+        + ("" if kind == "imported" and train.steps < 2 else f", {train.steps} step{'s' * (train.steps != 1)}"),
         n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
         observed=run.observed, shipped=run.shipped,
     )  # fmt: skip

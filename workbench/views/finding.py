@@ -94,11 +94,11 @@ def finding(source: Source, link: Link) -> Finding:
     Raises `WorkbenchError` if no finished Transformer shares a seed with a finished run of another model.
     """
     experiments: dict[str, list[Entry]] = {}
-    for entry in source.listed():
+    asked = link.text("set")
+    for entry in source.catalogue().entries if asked else source.listed():  # a shipped model is shown if asked for
         if entry.finished and not entry.imported and not entry.numbers_only:
             experiments.setdefault(entry.group, []).append(entry)
     experiments = {name: runs for name, runs in experiments.items() if _paired(runs)}
-    asked = link.text("set")
     if not experiments or asked not in (None, *experiments):
         raise WorkbenchError("no comparison: train a Transformer and another model to the end with the same --seed")
 

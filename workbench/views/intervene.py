@@ -175,21 +175,25 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     for column, (name, series, rows) in enumerate(panels, 1):
         names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
-        form = "{:+.1%}" if name == plots.MINUS else "{:.1%}"
-        before, after = ([form.format(p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
+        minus = name == plots.MINUS  # a difference of probabilities is in percentage points
+        form, scale, unit = (
+            ("{:+.1f}", 100, f"probability, {plots.MINUS} (points)") if minus else ("{:.1%}", 1, "probability")
+        )
+        before, after = ([form.format(scale * p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
         shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
-                y=names, x=rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
+                y=names, x=scale * rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
                 text=shares if when == "after" else None, textposition="outside", cliponaxis=False,
                 textfont_size=11, constraintext="none",
-                hovertemplate=f"%{{y}}: %{{x:.2%}} {when * bool(change)}<extra></extra>", row=1, col=column,
+                hovertemplate=f"%{{y}}: %{{x:{'.2f' if minus else '.2%'}}} {when * bool(change)}<extra></extra>", row=1, col=column,
             )  # fmt: skip
-        matched = {"matches": "x"} if column > 1 and name != plots.MINUS else {}
-        unit = f"probability, {plots.MINUS}" if name == plots.MINUS else "probability"
-        reach = 1.8 * (largest[name] or 1.0)
-        span = [-reach, reach] if name == plots.MINUS else [0, 1.5 * top]
-        figure.update_xaxes(title_text=unit, tickformat=".0%", range=span, row=1, col=column, **matched)
+        matched = {"matches": "x"} if column > 1 and not minus else {}
+        reach = 1.8 * scale * (largest[name] or 1.0)
+        span = [-reach, reach] if minus else [0, 1.5 * top]
+        figure.update_xaxes(
+            title_text=unit, tickformat="" if minus else ".0%", range=span, row=1, col=column, **matched
+        )
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
     figure.update_yaxes(autorange="reversed", type="category")
     legend = f"pale: before; full: after; {change}; " if change else ""

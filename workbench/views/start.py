@@ -30,7 +30,8 @@ from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.intervals import group_intervals
+from workbench.statistics.intervals import confidence, group_intervals, paired_seeds
+from workbench.statistics.multiple_testing import holm_factors
 from workbench.views.base import Drawing, view
 from workbench.views.finding import HALF_PAGE, check_part
 from workbench.views.link import Link
@@ -163,6 +164,7 @@ def runs_table(source: Source) -> pd.DataFrame:
         else:
             state = "finished" if e.finished else f"stopped before step {e.last}"
         step = e.last if e.shipped or e.kind == "log" else e.steps[-1] if e.steps else None
+        step = None if e.imported and not step else step  # one checkpoint, of unknown training
         options = ", ".join(f"{name}={value}" for name, value in e.options.items())
         rows.append((
             e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,
@@ -473,7 +475,21 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
     rows = rows[rows["variant"].isna() & rows["step"].isin([0, rows["step"].max()])]
     if rows.empty:
         raise WorkbenchError(NO_TEXT)
-    return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows)
+    last = rows[(rows["step"] == rows["step"].max()) & rows["control"].isna()]
+    seeds = {
+        str(name): part.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float)
+        for name, part in last.groupby("architecture", observed=True)
+    }
+    sentence = ""
+    if len(seeds) == 2:
+        layers = seeds["resformer"].columns.intersection(seeds["transformer"].columns)
+        each = [paired_seeds(seeds["resformer"][n].dropna(), seeds["transformer"][n].dropna()) for n in layers]
+        each = [one.widened(factor) for one, factor in zip(each, holm_factors([one.p for one in each]), strict=True)]
+        lines = "; ".join(f"layer {n:.0f}: {one}" for n, one in zip(layers, each, strict=True))
+        n, differ = min(one.n for one in each), sum(one.sign != 0 for one in each)
+        about = f"{n} paired seeds; {confidence()} intervals, Holm-adjusted over {len(each)} layers"
+        sentence = f"ResFormer - Transformer (nats): {lines} ({about}). {differ} of {len(each)} layers differ."
+    return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows, sentence)
 
 
 @view("start", "identity")
