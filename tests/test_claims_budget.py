@@ -38,7 +38,7 @@ def test_a_loss_that_still_falls_is_not_tested():
     steep = [r | {"value": r["value"] + 0.3 * (r["step"] == 200)} for r in told]
     found = judged("lower_loss", made, (), steep)
     assert found.status == "gated"
-    assert "still falls by 0.11 nats over the last tenth" in found.words
+    assert "still falls by 0.108 nats over the last tenth" in found.words
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,20 @@ def test_longer_trainings_are_compared_at_the_rates_that_a_sweep_of_other_seeds_
     told, made = made[1], made[0]
     other = [of | {"lr": 1e-3} if of["model"] == "resformer" and of["steps"] == 1500 else of for of in made]
     assert judged("lower_loss", other, (), told).setting.startswith("1 seed of 3 models"), "a rate that no sweep chose"
+
+
+def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share_theirs():
+    """And where a shorter sweep chose other rates, which fit some of the models only, the sweep that fits all counts."""
+    made, told = _tuned({"transformer": 2e-3, "values_scaled": 4e-3, "resformer": 2e-3})
+    shorter = [of | {"run": f"{of['run']}-short", "seed": 3, "steps": 100} for of in made if of["seed"] == 4]
+    best = {"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 4e-3}
+    told = [*told, *losses(shorter, lambda of: 4.0 + 0.1 * (of["lr"] != best[of["model"]]))]
+    found = judged("lower_loss", [*made, *shorter], (), told)
+    assert "each at its best of 4 learning rates, chosen on seed 4, which is not reported" in found.sentence
+    assert "minus halved values" in " ".join(found.table["comparison"])
+    assert found.setting.startswith("3 seeds of 3 models")
+    assert "comparable settings" not in found.sentence
+    assert (found.table.loc[found.table["comparison"] == "all domains", "n"] == 3).all()
 
 
 def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_seeds():

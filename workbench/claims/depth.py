@@ -24,7 +24,7 @@ from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 )  # fmt: skip
 def richer_values(evidence: Evidence) -> Verdict:
     """Value-residual models have richer representations: their values use more directions, scale aside."""
-    pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, control=SCALED)
     model = pair.first_of(RESFORMERS)
     mixed, scale, own, start, over_time = (
         pair.rows("effective_rank", **axes).query("layer > 0")

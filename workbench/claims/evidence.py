@@ -86,10 +86,13 @@ class Evidence:
     told: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([])))
     documents: ByMetric = field(default_factory=lambda: ByMetric.of_rows(records([], SAMPLE_COLUMNS)))
     compared: list[pd.DataFrame] = field(default_factory=list, repr=False)
-    """Runs that `comparable` has chosen so far, for the verdict to name; `beside` marks runs of controls."""
+    """Runs that `comparable` has chosen so far, for the verdict to name; `beside`: True for controls, "shown" for what is only drawn."""
     settings: list[pd.DataFrame] = field(default_factory=list, repr=False)
     """Runs of every setting that the first `comparable` could choose from, best first."""
     within: frozenset[str] = frozenset()  # runs of the one setting that is judged, where there are several
+    sweeps: pd.DataFrame | None = (
+        None  # runs that may have chosen learning rates, also without a metric; default `runs`
+    )
 
     @property
     def models(self) -> list[str]:
@@ -162,7 +165,8 @@ class Evidence:
                     lacking.add(str(study))
                     parts += [f"{study} ({metric} on {each.sum()} of {len(each)} runs)"] if each.any() else []
         left_out = f" Left out, since measured in part: {', '.join(parts)}." if parts else ""
-        return self.of_runs(self.runs[~self.runs["study"].isin(lacking)]) if lacking else self, left_out
+        kept = self.runs[~self.runs["study"].isin(lacking)]
+        return replace(self, runs=kept, sweeps=self.runs) if lacking else self, left_out
 
     def measured(self) -> Evidence:
         """Return the evidence of runs with measured activations: all except those on repeated tokens."""
@@ -192,8 +196,11 @@ class Evidence:
         equal = [c for c in SETTING if c not in ignoring]
         parts = [rows for _, rows in self.runs.groupby(equal, dropna=False)]
         if "lr" in equal and len(self._tuned):
-            tuned = self._tuned.groupby([c for c in equal if c != "lr"], dropna=False)
-            parts += [rows for _, rows in tuned if rows.loc[rows["model"].isin(names), "lr"].nunique() > 1]
+            by = [*(c for c in equal if c != "lr"), "chosen_on"]
+            tuned = {frozenset(rows["run"]): rows for _, rows in self._tuned.groupby(by, dropna=False)}
+            parts = [rows for rows in parts if not any(at_best.issuperset(rows["run"]) for at_best in tuned)]
+            whole = [*tuned, *(frozenset(rows["run"]) for rows in parts)]  # no runs are judged as part of others, too
+            parts += [rows for at_best, rows in tuned.items() if not any(at_best < other for other in whole)]
         candidates: list[tuple[int, pd.DataFrame]] = []
         for rows in parts:
             pairs = {(model, seed) for model, seed in zip(rows["model"], rows["seed"], strict=True) if pd.notna(seed)}
@@ -231,24 +238,29 @@ class Evidence:
     @cached_property
     def _tuned(self) -> pd.DataFrame:
         """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
-        if self.runs["steps"].nunique(dropna=False) < 2 or self.runs["lr"].nunique() < RATES:
+        every, tuned = self.runs if self.sweeps is None else self.sweeps, list[pd.DataFrame]()
+        if every["steps"].nunique(dropna=False) < 2 or every["lr"].nunique() < RATES:
             return self.runs.head(0)
-        tuned = []
-        for _, alike in self.runs.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
+        for _, alike in every.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
+            of_one_rate = alike.groupby(["steps", "model", "seed"], dropna=False)["lr"].transform("nunique") == 1
             for steps, sweep in alike.groupby("steps"):
                 by_model = sweep.dropna(subset="lr").groupby("model")["lr"].agg(set)
                 tried = by_model[by_model.map(len) >= RATES]
                 shared = set.intersection(*tried) if len(tried) else set()
-                others = alike[(alike["steps"] != steps) & alike["model"].isin(tried.index)]
-                others = others[~others["seed"].isin(sweep["seed"])]
+                others = alike[of_one_rate & (alike["steps"] != steps) & alike["model"].isin(tried.index)]
+                others = others[~others["seed"].isin(sweep["seed"]) & others["run"].isin(self.runs["run"])]
                 if len(shared) < RATES or others.empty:
                     continue
                 part = sweep[sweep["model"].isin(tried.index) & sweep["lr"].isin(shared)]
+                rates = part.groupby("seed")["run"].nunique()
+                part = part[
+                    part["seed"].isin(rates.index[rates == rates.max()])
+                ]  # other seeds of this length have one rate
                 at_best = others[others["lr"] == others["model"].map(best_rates(self.of_runs(part).losses()))]
                 seeds = listed([str(seed) for seed in sorted(part["seed"].unique())])
                 edge = at_best["lr"].isin([min(shared), max(shared)])
                 tuned.append(at_best.assign(rates=len(shared), chosen_on=seeds, edge=edge))
-        return pd.concat(tuned).drop_duplicates("run") if tuned else self.runs.head(0)
+        return pd.concat(tuned).drop_duplicates(["run", "chosen_on"]) if tuned else self.runs.head(0)
 
     def written(self, metric: str) -> pd.DataFrame:
         """Return the telemetry of a metric without variants."""

@@ -80,7 +80,11 @@ class Claim:
             verdict = reason.verdict
         every = evidence.runs.head(0).assign(beside=False)
         if compared:
-            every = pd.concat(compared).sort_values("beside", kind="stable").drop_duplicates("run")
+            every = (
+                pd.concat(compared)
+                .sort_values("beside", kind="stable", key=lambda c: c.astype(bool))
+                .drop_duplicates("run")
+            )
         runs = every[~every["beside"].astype(bool)]  # a control need not meet the conditions
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
         if self.final_loss and verdict.status in DECIDED and (unmet := unmet_condition(evidence, runs)):
@@ -91,7 +95,7 @@ class Claim:
             limits += [f"at {budget:.1f} tokens per parameter"] if self.final_loss and budget < NAMED else []
             verdict = replace(verdict, scope=" ".join(filter(None, limits)))
         dtypes = evidence.kept.dtypes(frozenset(every["run"]), self.metrics)
-        setting = setting_of(every) + (f", in {listed(dtypes)}" if dtypes else "")
+        setting = setting_of(every[every["beside"] != "shown"]) + (f", in {listed(dtypes)}" if dtypes else "")
         return replace(verdict, runs=tuple(every["run"]), setting=setting)
 
 

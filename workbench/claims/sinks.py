@@ -204,7 +204,7 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     pair = evidence.of_task("backcopy").comparable("transformer", "svformer")
     measured = set(pair.rows("sink_mass", step="all")["run"])
     others = pair.runs.loc[pair.runs["run"].isin(measured), "model"]
-    evidence.compared.append(pair.of_models(others).runs.assign(beside=True))  # their steps are shown too
+    evidence.compared.append(pair.of_models(others).runs.assign(beside="shown"))
     steps = {name: _sink_steps(pair, name) for name in dict.fromkeys(["transformer", "svformer", *others])}
     _need_one_half(steps["transformer"], "delay")
     copied = copying_steps(pair)

@@ -28,7 +28,7 @@ REACHED = 0.99  # of a lookup's bits, which a probe must read off the first laye
 )  # fmt: skip
 def token_information_is_preserved(evidence: Evidence) -> Verdict:
     """A value residual preserves the information of the initial token in deep layers."""
-    pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
+    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, control=SCALED)
     model, depth = pair.first_of(RESFORMERS), pair.fact("n_layers")
     reached = pair.records("token_probe")
     reached = reached[(reached["variant"] == "of_ceiling") & reached["control"].isna()]
