@@ -149,7 +149,7 @@ def chart(
 ) -> None:  # fmt: skip
     """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title.
 
-    `single`: name, number and interval of each model, which are shown in place of a figure of one number each.
+    `single`: rows of a name, a number and an interval, shown in place of a figure with one number per model.
     """
     if drawing not in _sent:
         figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's own colours
@@ -191,7 +191,7 @@ def _with_menu(
 
 
 def _single_values(table: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """Return name, number and interval of each model if records have one number for each; else nothing."""
+    """Return a row (name, number, interval) for each model if the records hold a single number per model; else nothing."""
     rows = table[table["control"].isna() & (table["step"].isna() | (table["step"] == table["step"].max()))]
     if any(rows[axis].nunique(dropna=False) > 1 for axis in (*AXES, "step")):
         return []

@@ -131,12 +131,17 @@ def pytest_generate_tests(metafunc):
         )
 
 
+MAIN = sys.modules["__main__"]
+"""What a new process imports first; a page that Streamlit's AppTest runs takes its place and leaves a removed file there."""
+
+
 @pytest.fixture
 def forkserver(monkeypatch):
     """Processes of a pool come from one that has imported what they train and measure with, not each from nothing."""
     _forkserver()
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
+    monkeypatch.setitem(sys.modules, "__main__", MAIN)
 
 
 @pytest.fixture

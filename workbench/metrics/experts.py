@@ -19,7 +19,7 @@ from workbench.metrics.found_sinks import sink_positions
 def router_entropy(router_scores: Float[torch.Tensor, "batch pos expert"]) -> Float[torch.Tensor, " batch"]:
     """Mean entropy of the router's scores over the E experts, divided by their sum; in units of ln E.
 
-    The scores of a softmax router are its softmax. Those of a sigmoid router (DeepSeek-V3) sum to no fixed number, so p_e is s_e / sum s.
+    The scores of a softmax router are its softmax. The scores of a sigmoid router (DeepSeek-V3) have no fixed sum, so p_e is s_e / sum s.
     Scores are those before the selection: a bias on the selection or a limit on groups of experts does not change them.
     Caution: the selected experts alone enter the output. A model may be trained with a loss that keeps this entropy high.
     """

@@ -103,7 +103,12 @@ def import_logs(
     if absent := [str(place) for place in places if not place.exists()]:
         raise BadData(f"{absent[0]}: no such file or folder")
     name = name or (places[0].stem if places[0].is_file() else places[0].resolve().name)
-    facts = _known(config or {})
+    facts = dict(config or {})
+    for key, value in facts.items():
+        if key not in LOG_FACTS:
+            raise UnknownName("fact of a training log", key, LOG_FACTS)
+        if key != "data" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf):
+            raise BadData(f"{key}={value!r}: must be a number of 0 or more")
     logs, notes = _read(places, progress)
     if isinstance(architecture, Mapping):
         logs, labels = _selected(logs, architecture, notes)
@@ -132,15 +137,6 @@ def import_logs(
 def _registered(name: str) -> str:
     architecture_of(name)
     return name
-
-
-def _known(config: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in config.items():
-        if key not in LOG_FACTS:
-            raise UnknownName("fact of a training log", key, LOG_FACTS)
-        if key != "data" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf):
-            raise BadData(f"{key}={value!r}: must be a number of 0 or more")
-    return dict(config)
 
 
 def _files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

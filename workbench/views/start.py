@@ -78,9 +78,14 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
         if absent := missing(source, subject):
             raise WorkbenchError(f"{subject.title}: not measured yet: {', '.join(n.replace('_', ' ') for n in absent)}")
     frames = xrays.comparable([xray_records(source, s).assign(architecture=s.entry.series) for s in subjects])
-    sentence = " ".join(
-        (f"{s.tag}: " if s.tag else "") + _sentence(name, s, f) for s, f in zip(subjects, frames, strict=True)
-    )
+    sentences = []
+    for s, frame in zip(subjects, frames, strict=True):
+        if name == "sinks" and (frame["metric"] == "found_sinks").any():  # with the run's own names of tokens
+            words = xrays.sinks_text(frame, xrays.token_name(Run.open(s.entry.path)))
+        else:
+            words = xrays.SENTENCES[name](frame)
+        sentences.append(f"{s.tag}: {words}" if s.tag else words)
+    sentence = " ".join(sentences)
     parts = [xrays.rows_of(name, frame) for frame in frames]
     figures = [(s.title, xrays.drawn(name, rows)) for s, rows in zip(subjects, parts, strict=True)]
     if len(parts) == 1:
@@ -93,13 +98,6 @@ def _answer(source: Source, link: Link, name: str) -> Drawing:
     named = [p.assign(architecture=s.series) for s, p in zip(subjects, parts, strict=True)]
     table = pd.concat([*named, minus], ignore_index=True)
     return Drawing(plots.beside(figures, str(figures[0][1].layout.title.text)), table, sentence)
-
-
-def _sentence(name: str, subject: RunAtStep, frame: pd.DataFrame) -> str:
-    """Return the sentence of an X-ray, with the run's own names of tokens."""
-    if name == "sinks" and (frame["metric"] == "found_sinks").any():
-        return xrays.sinks_text(frame, xrays.token_name(Run.open(subject.entry.path)))
-    return xrays.SENTENCES[name](frame)
 
 
 @view("start")

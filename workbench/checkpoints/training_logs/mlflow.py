@@ -59,7 +59,12 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     with path.open("rb") as file:
         database = file.read(len(SQLITE)) == SQLITE
     if database:
-        _read_database(path, numbers)
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as opened:
+                for setting, name, run, key, step, value, missing in opened.execute(ROWS):
+                    numbers.add(step, key, float("nan") if missing else value, run=(setting, _named(name, run)))
+        except sqlite3.Error as error:
+            raise BadData(f"{path} is no database of MLflow: {error}") from error
         return
     folder = run_folder(path)
     if folder is None or not path.is_relative_to(folder / "metrics"):
@@ -77,15 +82,6 @@ def _read(path: Path, numbers: LogNumbers) -> None:
                 numbers.add(int(words[2]), name, float(words[1]), run=run)
             elif words:
                 numbers.skipped["the line is not time, value and step"] += 1
-
-
-def _read_database(path: Path, numbers: LogNumbers) -> None:
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            for setting, name, run, key, step, value, missing in database.execute(ROWS):
-                numbers.add(step, key, float("nan") if missing else value, run=(setting, _named(name, run)))
-    except sqlite3.Error as error:
-        raise BadData(f"{path} is no database of MLflow: {error}") from error
 
 
 def _named(name: str | None, run: str) -> str:

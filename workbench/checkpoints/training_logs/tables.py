@@ -48,7 +48,8 @@ BATCH = 65_536  # rows of a Parquet file that are held at once
 def read_table(path: Path, numbers: LogNumbers) -> None:
     """Add the numbers of a table; raises `BadData` for a table without a column of steps."""
     numbers.chronological, numbers.evaluation = False, of_evaluation(path)
-    kind = _kind(path, _head(path))
+    with open_regular(path) as file:
+        kind = _kind(path, file.read(HEAD))
     rows = {"parquet": _parquet_rows, "lines": _json_rows}.get(kind, _csv_rows)(path, numbers)
     columns: dict[str, tuple[str, str] | None] = {}
     step = ""
@@ -169,11 +170,6 @@ def _parquet_rows(path: Path, numbers: LogNumbers) -> Iterator[Mapping[str, Any]
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
         raise BadData(f"{path} cannot be read: {error}") from error
-
-
-def _head(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read(HEAD)
 
 
 def _kind(path: Path, head: bytes) -> str:

@@ -100,6 +100,10 @@ def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
     step = _value(text)
     values = dict[str, set[tuple[str, str]]]()
     known = False
+    # an evaluation is named elsewhere than in the names of losses, as in `val: loss 3.2`
+    names_evaluation = EVALUATION.search(line) and EVALUATION.search(
+        PAIR.sub(lambda m: m[0] if plain_name(m["name"]) == "loss" or "loss" not in m["name"].lower() else "", line)
+    )
     for name, number, unit in pairs:
         plain = plain_name(name)
         if plain == "epoch":
@@ -110,7 +114,7 @@ def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
         known = True
         if plain == "loss" and SMOOTHED.search(line):
             numbers.skipped["the loss that nanochat prints is a running mean"] += 1
-        elif plain == "loss" and _evaluates(line):
+        elif plain == "loss" and names_evaluation:
             numbers.skipped["loss on a line that names an evaluation"] += 1
         elif unit.lower() not in (SECONDS if plain in TIMES else ("",)) and plain not in AVERAGES:
             numbers.skipped[f"{name} has {f'the unit {unit}' if unit else 'no unit'}"] += 1
@@ -142,14 +146,6 @@ def _counter(name: str, short: bool) -> str:
     if word not in COUNTERS or (word == "s" and not short) or (before and before[-1] in NO_COUNTERS):
         return ""
     return word
-
-
-def _evaluates(line: str) -> bool:
-    """Return whether a line names an evaluation elsewhere than in the names of losses, as `val: loss 3.2`."""
-    if not EVALUATION.search(line):
-        return False
-    own = PAIR.sub(lambda m: m[0] if plain_name(m["name"]) == "loss" or "loss" not in m["name"].lower() else "", line)
-    return EVALUATION.search(own) is not None
 
 
 READER = LogReader(
