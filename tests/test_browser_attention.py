@@ -151,7 +151,7 @@ def test_two_models_and_their_difference_share_the_pointer(at):
     a, b, minus = (float(v) for v in found.groups())
     assert minus == pytest.approx(a - b, abs=0.0015)
     assert page.locator(".lock:visible").count() == 3
-    assert page.locator(".maps .legend").nth(2).inner_text().startswith("-0.")
+    assert page.locator(".maps .legend").nth(2).inner_text().startswith("−0.")
     page.locator('[data-place="head-2-0-1"]').click()  # a head may be chosen in the difference too
     page.wait_for_url(re.compile("layer=0&head=1"))
 
