@@ -100,11 +100,7 @@ def measure(
         count in the loss. The warning `PaddingLeftOut` gives the share, `NotMeasured` lists metrics without numbers.
     """
     wanted = [_find(name, positions) for name in ([metrics] if isinstance(metrics, str) else metrics)]
-    only = {name: tuple(selected) for name, selected in (sites or {}).items()}
-    for name, selected in only.items():
-        known = item.sites if isinstance(item := _find(name), Metric) else ()
-        if strange := [site for site in selected if site not in known]:
-            raise UnknownName(f"site of {item.name}", strange[0], known)
+    only = {name: _sites(_find(name), selected) for name, selected in (sites or {}).items()}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
@@ -202,6 +198,13 @@ def _find(name: str, positions: str = "first") -> Measure:
         return replace(item, found=True, variants={}, controls={}, min_length=least)
     function = update_wrapper(partial(item.function, positions=positions), item.function)
     return replace(item, found=True, function=function, min_length=least)
+
+
+def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
+    known = item.sites if isinstance(item, Metric) else ()
+    if strange := [site for site in sites if site not in known]:
+        raise UnknownName(f"site of {item.name}", strange[0], known)
+    return tuple(sites)
 
 
 def _sharing(subject: Subject) -> Any:

@@ -301,9 +301,10 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
         if shared[-1].endswith(MINUS) and (reach := _rounding(panels, rows, every.get(name))):
             figure.layout[name].range = (-reach, reach)
         if not logarithmic and shared[0] in ("profile", "steps") and name in measured:
-            span = _without_far_baselines(measured[name], every[name])
-            if span is None:
-                continue
+            low, high = float(measured[name].min()), float(measured[name].max())
+            if not np.ptp(every[name]) > SQUEEZED * (high - low) > SQUEEZED * NOISE * max(-low, high):
+                continue  # baselines take little of the axis
+            span = low - AIR * (high - low), high + AIR * (high - low)
             figure.layout[name].range = span
             for control, part in rows[rows["control"].notna()].groupby("control"):
                 low, high = part["value"].min(), part["value"].max()
@@ -311,14 +312,6 @@ def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, loga
                     values = f"{low:.3g}" if high - low < EQUAL else f"{low:.3g} to {high:.3g}"
                     told.append(f"off the scale: {words(str(control))}, {values}")
     return list(dict.fromkeys(told))
-
-
-def _without_far_baselines(measured: np.ndarray, every: np.ndarray) -> tuple[float, float] | None:
-    """Return a padded range of the measured lines and their error bars if baselines would take most of the axis."""
-    low, high = float(measured.min()), float(measured.max())
-    if not np.ptp(every) > SQUEEZED * (high - low) > SQUEEZED * NOISE * max(-low, high):
-        return None
-    return low - AIR * (high - low), high + AIR * (high - low)
 
 
 def _rounding(panels: Sequence[Panel], rows: pd.DataFrame, drawn: np.ndarray | None) -> float:

@@ -258,7 +258,12 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
         axis.automargin = True
         upright = axis.plotly_name.startswith("y")
         axis.title.standoff = 14 + 10 * str(axis.title.text or "").count("<br>") if upright else 12
-    _without_noise(figure)
+    for name, values in values_by_axis(
+        figure
+    ).items():  # values that differ by rounding alone are one line, on an axis from 0
+        axis, low, high = figure.layout[name], float(values.min()), float(values.max())
+        if axis.range is None and axis.type != "log" and high - low <= NOISE * max(-low, high):
+            axis.range = [min(0.0, 2 * low), max(0.0, 2 * high)]
     for note in layout.annotations:
         note.font.size = 13
     for trace in figure.data:
@@ -301,14 +306,6 @@ def values_by_axis(figure: go.Figure, skip: str = "") -> dict[str, np.ndarray]:
         values[key[0]].append(np.array([total]))
     together = {name: np.concatenate(parts) for name, parts in values.items()}
     return {name: finite for name, all_ in together.items() if len(finite := all_[np.isfinite(all_)])}
-
-
-def _without_noise(figure: go.Figure) -> None:
-    """Give axes whose values differ by rounding alone a range from 0, where they are one line."""
-    for name, values in values_by_axis(figure).items():
-        axis, low, high = figure.layout[name], float(values.min()), float(values.max())
-        if axis.range is None and axis.type != "log" and high - low <= NOISE * max(-low, high):
-            axis.range = [min(0.0, 2 * low), max(0.0, 2 * high)]
 
 
 def at_least(figure: go.Figure, pixels: int) -> go.Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,12 +196,7 @@ def differences(source: Source, link: Link) -> Drawing:
             raise WorkbenchError(
                 "no Transformer among the selected models to subtract; select one, or compare two models"
             )
-    values = {}  # mean over heads, positions and runs of a seed [seed, layer]
-    for name, (entries, step) in models.items():
-        table = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
-        table = table[table["control"].isna() & table["layer"].notna()]
-        table = one_sample(table if step is None else table[table["step"] == step])
-        values[name] = table.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float)
+    values = {name: _by_layer(source, selected, *of) for name, of in models.items()}
     rows = []
     for name in plots.ordered(n for n in values if n != base):
         for layer in values[name].columns.intersection(values[base].columns):
@@ -262,6 +258,14 @@ def has_pairs(source: Source, link: Link, selected: DepthOptions) -> bool:
     of = [(s.entry.group, s.entry.series) for s in (a, b)]
     seeds = [{e.seed for e in source.catalogue().entries if (e.group, e.series) == key} for key in of]
     return (of[0] != of[1] or a.step != b.step) and len(seeds[0] & seeds[1]) > 1
+
+
+def _by_layer(source: Source, selected: DepthOptions, entries: Sequence[Entry], step: int | None) -> pd.DataFrame:
+    """The measure [seed, layer] at a step, the mean over heads, positions and runs of a seed."""
+    rows = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
+    rows = rows[rows["control"].isna() & rows["layer"].notna()]
+    rows = one_sample(rows if step is None else rows[rows["step"] == step])
+    return rows.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float)
 
 
 def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None) -> dict[str, pd.DataFrame]:
