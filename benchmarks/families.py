@@ -3,10 +3,16 @@
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nice -n 19 python benchmarks/families.py [--only NAME ...] [--seconds 120]
 
 The list is made by code: all causal language models that the installed transformers maps, eager and fused attention each, at
-width 64 and random weights. Truth: logits of a plain run (bitwise); `output_attentions` of the eager module (entropy, first column
-and column sums of each row, and the pattern times our values); hooks on its blocks and `output_hidden_states` (streams), on its
-value projections where they are named so (own values), on its output projections (z), on its experts (the weights that they are
-given); parts of its logits against their sum.
+width 64 and random weights. Every number is compared with another source:
+
+- logits: a plain run, bit for bit
+- entropy, first column and column sums of each row, and the pattern times our values: `output_attentions` of the eager module
+- streams: hooks on its blocks, and `output_hidden_states`
+- own values: hooks on its value projections, where they are named so
+- z: hooks on its output projections
+- weights of experts: hooks on its experts
+- parts of its logits: their sum
+
 A number is wrong where it is off by more than 1e-4. Writes `benchmarks/families.csv`, one row per family and kind of attention;
 exits with 1 where a number is wrong.
 """

@@ -282,7 +282,7 @@ def covered(copies: list[Path], kept: Path) -> Tests:
 
 
 def _known(parts: list[dict[str, Any]], files: dict[str, str]) -> Tests:
-    """What the runs say of the files as they are now."""
+    """Return the tests of each line, from the runs whose files are unchanged."""
     tests = Tests()
     for part in parts:
         users = defaultdict(set)

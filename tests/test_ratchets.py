@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 57_322  # lines of Python in workbench/ and app/
+TOTAL = 57_324  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_630,
+    "app": 3_631,
     "workbench": 1_252,
     "workbench/checkpoints": 4_181,
-    "workbench/claims": 3_749,
+    "workbench/claims": 3_752,
     "workbench/cli": 1_500,
     "workbench/data": 1_614,
     "workbench/interventions": 2_456,
@@ -31,7 +31,7 @@ LINES = {
     "workbench/measurement": 1_110,
     "workbench/metrics": 1_763,
     "workbench/models": 6_098,
-    "workbench/observing": 8_642,
+    "workbench/observing": 8_640,
     "workbench/plots": 3_080,
     "workbench/prompts": 3_125,
     "workbench/reports": 1_477,

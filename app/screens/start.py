@@ -325,7 +325,8 @@ def _claim(link: Link, judged: start.Judgement) -> None:
     with st.container(border=True):
         _verdict(judged)
         facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
-                 "Source": claim.source, "Runs compared": f"{len(verdict.runs)}, controls included: {verdict.setting}"}  # fmt: skip
+                 "Source": claim.source, "Setting": verdict.setting,
+                 "Runs": f"{len(verdict.runs)}, with controls and models that are drawn and not judged"}  # fmt: skip
         if unmet := verdict.unmet():
             reasons = {why: ", ".join(n for n in unmet if unmet[n] == why) for why in unmet.values()}
             facts["Not met"] = "; ".join(f"{names}: {why}" for why, names in reasons.items())

@@ -69,6 +69,9 @@ class Claim:
             runs = evidence.runs.set_index("run")[["tokens", "parameters"]]
             budgets = [tokens_per_parameter(runs.loc[list(v.runs)]) for v in untested]
             return untested[int(np.argmax(np.nan_to_num(budgets, nan=-1.0)))]  # the longest training
+        if any(math.isfinite(verdict.p) for verdict in each):  # the untested ones are neither corrected for nor named
+            settings = [rows for rows, verdict in zip(settings, each, strict=True) if math.isfinite(verdict.p)]
+            each = [verdict for verdict in each if math.isfinite(verdict.p)]
         return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
 
     def _judge(self, evidence: Evidence) -> Verdict:

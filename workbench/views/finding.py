@@ -178,8 +178,8 @@ def headline(result: Finding) -> str:
         who = (
             f"none of {many} models" if many > 1 else f"{architecture_label(next(iter(result.intervals)))} not clearly"
         )
-        clearly = "clearly " if many > 1 else ""
-        return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {clearly}{outcome.less} or {outcome.more} than the Transformer."
+        either = f"{'clearly ' if many > 1 else ''}{outcome.less.partition(' ')[0]} or {outcome.more}"
+        return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {either} than the Transformer."
     first, others = decided[0], decided[1:NAMED]
     parts = [f"{architecture_label(first)} {outcome.verb} {_amount(result, first)} than the Transformer"]
     parts += [f"{architecture_label(name)} {_amount(result, name, after=result.intervals[first])}" for name in others]

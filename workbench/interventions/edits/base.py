@@ -181,7 +181,7 @@ class Edit:
 
     @property
     def reads(self) -> set[str]:
-        """What it needs: the `prompt` (then it holds for runs on it alone), the `other` prompt, `means` per token of its target."""
+        """Its inputs: `prompt` (it then fits runs on this prompt alone), `other` (a second prompt), `means` (per token of its target)."""
         return set()
 
     def points(self, model: HookedModel, layer: int) -> list[str]:

@@ -5,9 +5,9 @@ V_n = lambda_v1 V_1 + lambda_own V_n^own, U_n = A_n V_n. The layers up to the so
 Options: `layers` are the layers that mix: a list, all, late or last_third. `source_layer` replaces the first layer. `detach_source` stops
 the gradient at V_1, which is a different model that some re-implementations train.
 
-Source: Zhou, Wu, Jiang, Obeid, Lan (2024), Value Residual Learning: identity form (0.5, 0.5), as in the authors' code;
-constant form (2, 1), the best of their sweep; sparse form, lambda 5 in the last three layers of eight (Zhou et al. 2025,
-as reported by others; unconfirmed: the own coefficient of these layers, here 1).
+Source: Zhou, Wu, Jiang, Obeid, Lan (2024), Value Residual Learning. The identity form (0.5, 0.5) is that of the authors' code. The constant
+form (2, 1) is the best of their sweep. The sparse form has lambda 5 in the last three layers of eight (Zhou et al. 2025, as reported by
+others). The own coefficient of these layers is unconfirmed; here it is 1.
 Seam: `weights` of the values, before the cache write; V_1 is not detached, so every layer trains W_1^V.
 Parameters: none.
 Cache: 2 L T D; each layer caches its mixed values, and V_1 is the first layer's entry.

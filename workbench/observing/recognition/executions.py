@@ -39,9 +39,8 @@ class Execution:
     end: int = -1
     inputs: list[TracedTensor] = field(default_factory=list)
     outputs: list[TracedTensor] = field(default_factory=list)
-    indices: list[TracedTensor] = field(
-        default_factory=list
-    )  # outputs of whole numbers with the shape of one of its others
+    indices: list[TracedTensor] = field(default_factory=list)
+    """Outputs of whole numbers with the shape of one of its others."""
     reads_tokens: bool = False
     call: MatrixCall | None = None  # of a product outside a module of its own, without its input
     size: int = 0  # of a lookup: number of vectors in the table

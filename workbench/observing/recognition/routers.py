@@ -34,9 +34,8 @@ class Router(TensorLocation):
     """
 
     weights: TensorPath
-    indices: (
-        TensorPath | None
-    )  # of the experts; None where the weights are of all experts, 0 for those that are not taken
+    indices: TensorPath | None
+    """Of the experts; None where the weights are of all experts, 0 for those that are not taken."""
     scores: str  # name in `SCORES`; empty if the weights do not show which
     is_normed: bool  # whether the scores of a token's experts are divided by their sum
 
