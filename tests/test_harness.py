@@ -70,6 +70,18 @@ def test_what_greedy_decoding_says_is_called_greedy(model, tokenizer):
     assert harness._score([(tokenizer.encode("the cat"), wanted)])[0][1] is True
 
 
+def test_a_start_token_of_the_training_begins_every_request(model, tokenizer):
+    model.start_token = tokenizer.bos_id
+    pairs = [("the cat", " sat on"), ("", "the mat")]
+    for (context, more), (value, _) in zip(pairs, Harness(model).loglikelihood([*map(Request, pairs)]), strict=True):
+        ids = [tokenizer.bos_id, *tokenizer.encode(context + more)]
+        assert value == pytest.approx(naive(model, ids, 1 + len(tokenizer.encode(context)))[0], abs=1e-4)
+    seen = []
+    model.register_forward_pre_hook(lambda _, given: seen.append(given[0][0, 0].item()))
+    Harness(model).generate_until([Request(("the cat sat " * 40, {"max_gen_toks": 3}))])
+    assert set(seen) == {tokenizer.bos_id}, "also where the context is cut"
+
+
 def test_results_do_not_depend_on_the_batch(model):
     requests = [Request((("the cat sat " * n).strip(), " on the mat"[: 3 * n])) for n in (1, 2, 3, 4)]
     one, four = (Harness(model, batch=b).loglikelihood(requests) for b in (1, 4))
@@ -85,6 +97,9 @@ def test_rolling_predicts_each_token_once_with_as_much_context_as_fits(model, to
     assert harness.loglikelihood_rolling([Request(("",))]) == [3.0], "the sum over its windows"
     windows = [([*context, *predicted][:-1], predicted) for context, predicted in pairs]
     assert windows == [([99, 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]
+    harness.start, pairs[:] = [77], []
+    harness.loglikelihood_rolling([Request(("",))])
+    assert pairs == [([77], [0, 1, 2, 3]), ([77], [4, 5, 6, 7]), ([77, 6, 7], [8, 9])], "each window has a start token"
     text = "the cat sat on the mat"
     ids = [tokenizer.eos_id, *tokenizer.encode(text)]
     assert len(ids) <= model.config.n_ctx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,17 @@ import pytest
 import torch
 
 import workbench
+from workbench.claims.collect import _starts
+from workbench.config import PRESETS, ModelConfig
 from workbench.data import sources
 from workbench.data.corpus import dataset_rows, from_files, joined, read_documents
 from workbench.data.examples import examples
 from workbench.data.sources import open_data, open_tokens, prepare, read_tokens
 from workbench.errors import BadCheckpoint, BadData
+from workbench.measurement.subjects import Subject, sample_of
+from workbench.models.hooked import next_token_loss
+from workbench.prompts.prompt import tokenise
+from workbench.training.loop import train
 
 PROSE = ["\n\n".join(" ".join(f"{name}{i + j}" for j in range(20)) for i in range(0, 900, 20)) for name in "abcdefgh"]
 
@@ -76,6 +83,45 @@ def test_ids_are_kept_beside_a_corpus_and_made_again_once_damaged(tmp_path, monk
         sources._text_data.cache_clear()
         assert open_data(data.describe(), tmp_path).train.hash == first.hash
     assert kept.read_bytes() == content
+
+
+def test_every_sequence_begins_with_a_start_token_in_training_measurement_and_prompts(tmp_path):
+    (tmp_path / "book.txt").write_text("\n\n".join(PROSE))
+    plain, data = (
+        prepare(texts=[tmp_path / "book.txt"], vocabulary=270, bos=bos, root=tmp_path) for bos in (None, "each")
+    )
+    start = data.tokenizer.bos_id
+    batch, sample = data.batch(3, 4, 16, 1), data.sample(4, 16)
+    assert batch[:, 0].tolist() == [start] * 4
+    assert sample.ids[:, 0].unique().tolist() == [start]
+    assert torch.equal(batch[:, 1:], plain.batch(3, 4, 15, 1)), "the same text as without, in chunks one token shorter"
+    assert torch.equal(sample.ids[:, 1:], plain.sample(4, 15).ids)
+    assert not (data.train.ids == start).any()
+
+    recipe = PRESETS["tiny"].train.replace(steps=1, batch=2, T=16, warmup=1)
+    config = ModelConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=32, d_vocab=270, n_ctx=32)
+    run = train("transformer", data, name="started", runs=tmp_path, model=config, train=recipe)
+    model = run.load()
+    text = [start, *data.tokenizer.encode("a1 b2")]
+    assert model.to_tokens("a1 b2").tolist() == [text]
+    assert model.to_tokens("a1 b2", prepend_bos=False).tolist() == [text[1:]]
+    assert tokenise(model, "a1 b2").ids.tolist() == [text]
+    assert model.to_single_token("a") == data.tokenizer.encode("a")[0]
+    for other in (PROSE[0][:40], str(tmp_path / "book.txt")):  # texts that it was not trained on
+        assert sample_of(other, Subject(run, 1), 4, 8, 0).ids[:, 0].unique().tolist() == [start]
+        assert sample_of(other, Subject(in_hand=model), 4, 8, 0).ids[:, 0].unique().tolist() == [start]
+    expected = next_token_loss(model(torch.tensor([text])), torch.tensor([text])).item()
+    assert workbench.measure(run, "loss", "a1 b2")["value"].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_start_token_per_document_stands_anywhere_so_such_runs_are_no_arm_of_a_comparison():
+    assert [_starts({"kind": "text", "bos": bos}) for bos in (None, "each")] == [False, True]
+    assert math.isnan(_starts({"kind": "text", "bos": "first"}))
+    assert [_starts({"kind": "backcopy", **bos}) for bos in ({}, {"bos": "first"}, {"bos": None})] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_table_trains_and_measures(tables, tiny):

@@ -17,7 +17,7 @@ from workbench.checkpoints.infer import Given, build_on_meta, infer, shapes_of
 from workbench.checkpoints.llama_names import llama_name
 from workbench.checkpoints.lora import read_merged
 from workbench.checkpoints.state import Device, Dtype, Info, State, misfits, prefix_advice, refuse_immense
-from workbench.checkpoints.vocabulary import tokenizer_beside
+from workbench.checkpoints.vocabulary import start_token_of, tokenizer_beside
 from workbench.config import ModelConfig
 from workbench.environment import BUILDERS, variable
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
@@ -74,6 +74,8 @@ def load(
     folder, form = run or checkpoint.path, formats().get(model.source.get("format", ""))
     if folder.is_dir():
         model.tokenizer = tokenizer_beside(folder, model.config.d_vocab)
+        if run is not None:
+            model.start_token = start_token_of(checkpoint.description, model.tokenizer)
     elif form and form.tokenizer:
         model.tokenizer = form.tokenizer(folder, model.config.d_vocab)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception for damaged JSON
         raise BadCheckpoint(f"no readable tokenizer in {path} ({error}); copy it again or remove it") from error
     return Tokenizer.load(path)
+
+
+def start_token_of(description: Mapping[str, Any], tokenizer: Any) -> int | None:
+    """Return the id that begins every text of a run's model, if every sequence of its training began with one, else None."""
+    data = description.get("data") or {}
+    return tokenizer.bos_id if (data.get("kind"), data.get("bos")) == ("text", "each") else None
 
 
 def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:

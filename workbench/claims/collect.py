@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ def why_unusable(run: Run) -> str:
     return ""
 
 
+def _starts(described: Mapping[str, Any]) -> bool | float:
+    """Return whether every sequence begins with a start token; NaN for start tokens that stand anywhere, as of documents."""
+    if described["kind"] == "backcopy":
+        return described.get("bos", "first") is not None  # older runs say nothing of it, and all had one
+    return {None: False, "each": True}.get(described.get("bos"), math.nan)
+
+
 def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
     """Return a run's row of `Evidence.runs`: its settings, and the name of its model with options."""
     if run.logged:  # facts that the user did not give are null, which equals only other unknowns
@@ -119,7 +126,7 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
         **dataclasses.asdict(shape), **{k: v for k, v in dataclasses.asdict(recipe).items() if k not in BOOKKEEPING},
         "run": run.name, "architecture": run.architecture, "seed": run.seed,
         "model": run.architecture + (f"[{label}]" if label else ""), "parameters": parameters, "options": json.dumps(plain),
-        "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": bool(described.get("bos")),
+        "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": _starts(described),
         "task": "text" if kind in ("text", "tokens", "imported") else kind, "tokens": recipe.batch * recipe.T * recipe.steps,
         "optimiser": json.dumps([recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.bf16]),
         "study": run.info.get("shipped", {}).get("study", ""),

@@ -174,7 +174,7 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
     runs = evidence.measured().runs
     both = [rows for _, rows in runs.groupby("task") if rows["bos"].nunique() == 2]  # another task is no other arm
     if not both:
-        raise InsufficientEvidence("Needs both arms of one task: runs with a start token (--bos first) and without.")
+        raise InsufficientEvidence("Needs both arms of one task: runs with a start token (--bos each) and without.")
     arms = {bool(bos): evidence.of_runs(rows) for bos, rows in max(both, key=len).groupby("bos")}
     changes = {}
     for bos, arm in arms.items():

@@ -109,7 +109,9 @@ def train_command(
     ] = "text",
     shortest: Annotated[int | None, Option(help="Task repeated: draw periods from this to half the length.")] = None,
     vocabulary: Annotated[int | None, Option(help="Size of the tokenizer's vocabulary.")] = None,
-    bos: Annotated[str | None, Option(help="first: begin each document with a start token.")] = None,
+    bos: Annotated[
+        str | None, Option(help="each: begin every sequence with a start token. first: begin each document with one.")
+    ] = None,
     option: Options = None,
     model: ModelKeys = None,
     recipe: RecipeKeys = None,

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.config import PRESETS
@@ -27,6 +28,7 @@ from workbench.data.tokenizer import (
     TokenDocuments,
     Tokenizer,
     read_tokenized,
+    start_tokens,
     tokenize,
     train_tokenizer,
     write_tokenized,
@@ -78,7 +80,7 @@ class TextData:
 
     corpus: corpora.Corpus
     tokenizer: Tokenizer
-    bos: Literal["first"] | None = None
+    bos: Literal["first", "each"] | None = None
     kind: str = "text"
     folder: Path | None = field(default=None, compare=False)
 
@@ -115,12 +117,20 @@ class TextData:
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         """Return the batch of a step [size, T]: packed chunks, shuffled each epoch by the seed."""
-        return _chunks_of_step(self.train.chunks(T), step, size, seed)
+        return self._started(_chunks_of_step(self.train.chunks(T - self.starts), step, size, seed))
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return at most one window of T tokens from each of n validation documents."""
-        ids, documents = self.validation.sequences(n, T, seed=seed, domain=domain)
-        return Sample(ids, documents, f"validation/{domain}" if domain else "validation")
+        ids, documents = self.validation.sequences(n, T - self.starts, seed=seed, domain=domain)
+        return Sample(self._started(ids), documents, f"validation/{domain}" if domain else "validation")
+
+    @property
+    def starts(self) -> bool:
+        """Whether every sequence begins with the start token, which takes one of its T places."""
+        return self.bos == "each"
+
+    def _started(self, ids: Tensor) -> Tensor:
+        return F.pad(ids, (1, 0), value=self.tokenizer.bos_id) if self.starts else ids
 
     def readings(self, per_token: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         return {}
@@ -382,12 +392,12 @@ def prepare(
     Args:
         texts: Files, folders, datasets or installed packages (`installed:NAME`); the embedded text unless given.
         vocabulary: Size of the tokenizer; the `tiny` preset's unless given.
-        bos: "first" begins each document with a start token.
+        bos: "each" begins every sequence, of training and of measurement, with a start token. "first" begins each document with one,
+            which then stands anywhere in a sequence.
         root: Folder to save the data in.
         max_bytes: Size of a sample of the text; all of it unless given.
     """
-    if bos not in (None, "first"):
-        raise UnknownName("bos option", bos, ["first"])
+    start_tokens(bos)  # before the work
     corpus = corpora.from_files([Path(t) for t in texts], max_bytes=max_bytes) if texts else embedded(max_bytes)
     training = (document.text for document in corpus.split("train"))
     data = TextData(corpus, train_tokenizer(training, vocabulary or PRESETS["tiny"].vocabulary), bos)

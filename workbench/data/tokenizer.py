@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 EOS, BOS = "<|endoftext|>", "<|bos|>"
+START_TOKENS = ("each", "first")  # where start tokens stand: in each sequence, or first in a document
 SPECIALS = [EOS, BOS]
 EOS_ID, BOS_ID = 0, 1
 MIN_VOCABULARY = 256 + len(SPECIALS)
@@ -183,14 +184,19 @@ class TokenDocuments:
         return domain is None or self.domains[index] == domain
 
 
+def start_tokens(bos: Any) -> Literal["first", "each"] | None:
+    """Return where start tokens stand: None, "first" (of each document) or "each" (sequence); raises `UnknownName` for others."""
+    if bos not in (None, *START_TOKENS):
+        raise UnknownName("bos option", bos, START_TOKENS)
+    return bos
+
+
 def tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, split: str, *, bos: Literal["first"] | None = None
+    corpus: Corpus, tokenizer: Tokenizer, split: str, *, bos: Literal["first", "each"] | None = None
 ) -> TokenDocuments:
     """Return the documents of one side as ids; each ends with <|endoftext|> and, with bos="first", begins with <|bos|>."""
-    if bos not in (None, "first"):
-        raise UnknownName("bos option", bos, ["first"])
     documents = corpus.split(split)
-    begin = [tokenizer.bos_id] if bos else []
+    begin = [tokenizer.bos_id] if start_tokens(bos) == "first" else []
     arrays = [np.array([*begin, *tokenizer.encode(d.text), tokenizer.eos_id], dtype=np.int32) for d in documents]
     starts = np.cumsum([0] + [len(array) for array in arrays])
     flat = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)

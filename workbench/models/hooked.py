@@ -88,6 +88,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     ln_final: Any
     blocks: Any
     caches = False  # whether `logits` takes a key-value cache
+    start_token: int | None = None  # the id that begins every text, where training began every sequence with it
     reads_masks = False  # whether `logits` takes a mask of the tokens [batch, pos] as its third argument
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
@@ -134,7 +135,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
                 d_model=shape.d_model, d_head=shape.d_head, n_layers=shape.n_layers, n_ctx=shape.n_ctx, n_heads=shape.n_heads,
                 n_key_value_heads=shape.n_key_value_heads, d_mlp=shape.d_mlp, d_vocab=shape.d_vocab, act_fn="silu",
                 gated_mlp=True, normalization_type="RMS", final_rms=True, eps=shape.rms_norm_eps, rotary_base=shape.rope_theta,
-                default_prepend_bos=False,
+                default_prepend_bos=self.start_token is not None,
             )  # fmt: skip
         weight = self.embed.weight
         self._cfg.device, self._cfg.dtype = str(weight.device), weight.dtype
@@ -388,13 +389,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{self.config.d_vocab - 1}")
 
     def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
-        """Return token ids [batch, pos] on the model's device from text, texts of equal length in tokens, or ids."""
+        """Return token ids [batch, pos] on the model's device from text, texts of equal length in tokens, or ids.
+
+        By default a start token is prepended to a text where every sequence of the model's training began with one.
+        """
         ids = text
         if generation.is_text(text):
             if self.tokenizer is None:
                 raise BadData("this model came without a tokenizer: give token ids instead of text")
             rows = [self.tokenizer.encode(t) for t in ([text] if isinstance(text, str) else text)]
-            if prepend_bos:
+            if self.start_token is not None if prepend_bos is None else prepend_bos:
                 rows = [[self.tokenizer.bos_id, *row] for row in rows]
             if len(lengths := sorted({len(row) for row in rows})) > 1:
                 raise BadData(f"texts of unequal length {lengths} in tokens: run them one by one")

@@ -143,7 +143,7 @@ class LensTools:
 
     def to_single_token(self, text: str) -> int:
         """Return the id of a text of one token; raise `BadData` for several."""
-        ids = self.to_tokens(text)[0].tolist()
+        ids = self.to_tokens(text, prepend_bos=False)[0].tolist()
         if len(ids) != 1:
             raise BadData(f"{text!r} is {len(ids)} tokens, not one")
         return ids[0]

@@ -33,6 +33,7 @@ class Harness:
             raise WorkbenchError(f"batch={batch}: at least 1")
         self.model, self.text, self.batch = model, model.tokenizer, batch
         self.prefix = self.text.eos_id if prefix is None else prefix
+        self.start = [] if model.start_token is None else [model.start_token]
 
     @property
     def longest(self) -> int:
@@ -43,8 +44,8 @@ class Harness:
         """Return (log probability in nats, whether greedy decoding gives it) for each (context, continuation)."""
         pairs = []
         for context, continuation in (request.args for request in requests):
-            before = self.text.encode(context.rstrip() or context) if context else []
-            ids = self.text.encode(context + continuation)
+            before = [*self.start, *(self.text.encode(context.rstrip() or context) if context else [])]
+            ids = [*self.start, *self.text.encode(context + continuation)]
             pairs.append((before or [self.prefix], ids[len(before) :]))
         return self._score(pairs)
 
@@ -56,7 +57,9 @@ class Harness:
             stream, begins = [self.prefix, *ids], range(0, len(ids), self.longest)
             for begin in begins:
                 end = min(begin + self.longest, len(ids))
-                pairs.append((stream[max(0, end - self.longest) : begin + 1], ids[begin:end]))
+                most = max(0, end - self.longest)
+                context = [*self.start, *ids[most:begin]] if self.start else stream[most : begin + 1]
+                pairs.append((context, ids[begin:end]))
             counts.append(len(begins))
         scores = iter(self._score(pairs))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
@@ -71,8 +74,9 @@ class Harness:
                 raise WorkbenchError("generation is greedy here; set do_sample: false in the task")
             until = settings.get("until") or []
             stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-            room = min(int(settings.get("max_gen_toks", MAX_NEW)), self.longest - 1)
-            ids = ([*self.text.encode(context)] or [self.prefix])[-(self.longest - room) :]
+            room = min(int(settings.get("max_gen_toks", MAX_NEW)), self.longest - 1 - len(self.start))
+            ids = [*self.text.encode(context)][len(self.start) + room - self.longest :]
+            ids = [*self.start, *ids] or [self.prefix]
             new: list[int] = []
             while len(new) < room and not any(stop in self.text.decode(new) for stop in stops):
                 token = int(self.model(torch.tensor([[*ids, *new]]))[0, -1].argmax())

@@ -197,7 +197,7 @@ def training_means(model: HookedModel, site: str) -> TokenMeans:
 
 def one_token(model: HookedModel, answer: int | str) -> int:
     """The id of an answer, an id or a text; raises `BadData` for several tokens and for other ids."""
-    ids = model.to_tokens(answer)[0].tolist() if isinstance(answer, str) else [answer]
+    ids = model.to_tokens(answer, prepend_bos=False)[0].tolist() if isinstance(answer, str) else [answer]
     if len(ids) != 1:
         raise BadData(f"the answer {answer!r} has {len(ids)} tokens {ids}: give one token, as text or id")
     if isinstance(ids[0], bool) or not isinstance(ids[0], int) or not 0 <= ids[0] < model.config.d_vocab:

@@ -387,7 +387,7 @@ def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
             raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
         measured, others = ids[: len(ids) // 2].long().cpu(), ids[len(ids) // 2 :].long().cpu()
         return Sample(measured, list(range(len(measured))), "given ids", "ids", _OtherHalf(others))
-    tokenizer = subject.tokenizer
+    tokenizer, each = subject.tokenizer, None if subject.start_token is None else "each"
     if isinstance(data, str | Path) and Path(data).suffix == ".bin":
         config = subject.model if isinstance(subject, Run) else subject.config
         source: TextData | TokenData = open_tokens([data], config.d_vocab)
@@ -395,9 +395,9 @@ def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
         ways = "give token ids [n, T] as data=, or a .bin file of ids (--text)"
         raise BadData(f"this model came without a tokenizer and without data: {ways}")
     elif data is None:
-        source = TextData(embedded(), tokenizer)
+        source = TextData(embedded(), tokenizer, each)
     elif Path(data).exists():
-        source = TextData(from_files([data]), tokenizer)
+        source = TextData(from_files([data]), tokenizer, each)
     else:
         raise WorkbenchError(f"{data}: no such file; give a file or a folder of text, or ids")
     return replace(source.sample(n, _length(subject, T, data)), source=source)

@@ -213,6 +213,13 @@ class Run:
         return tokenizer_beside(self.path, self.model.d_vocab)
 
     @property
+    def start_token(self) -> int | None:
+        """The id that begins every text, where every sequence of the training began with one, else None."""
+        from workbench.checkpoints.vocabulary import start_token_of
+
+        return start_token_of(self.info, self.tokenizer)
+
+    @property
     def data(self) -> Any:
         """The training data; raises `BadCheckpoint` if its corpus is neither the embedded one nor in the folder of runs."""
         from workbench.data.sources import open_data

@@ -60,18 +60,22 @@ def _documents(source: Source, subject: RunAtStep, asked: str | None, prompt: st
         raise WorkbenchError(
             f"{entry.name} has no tokenizer, so it reads no text: fit a tuned lens in Python, prompts.fit_tuned_lens(model, ids)"
         )
+    start = [] if (token := source.model(subject).start_token) is None else [token]
     if prompt is not None:
         ids = tokenizer.encode(prompt)
-        T = min(T, len(ids) // LEAST_DOCUMENTS)
+        T = min(T, len(ids) // LEAST_DOCUMENTS + len(start))
         if T < LEAST_T:
             least = LEAST_T * LEAST_DOCUMENTS
             raise WorkbenchError(
                 f"the prompt has {len(ids)} tokens: a fit needs {least} or more; select the shipped text (fit=shipped)"
             )
-        return [ids[i : i + T] for i in range(0, len(ids) - T + 1, T)], "prompt"
+        step = T - len(start)
+        return [[*start, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)], "prompt"
     rows = list[list[int]]()
     for document in embedded().split("validation"):
-        if len(ids := tokenizer.encode(document.text[: 16 * T])) >= T:  # a token has far fewer than 16 characters
+        if (
+            len(ids := start + tokenizer.encode(document.text[: 16 * T])) >= T
+        ):  # a token has far fewer than 16 characters
             rows.append(ids[:T])
         if len(rows) == DOCUMENTS:
             break
