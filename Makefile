@@ -72,7 +72,7 @@ mutants: $(VENV)/.installed-dev  ## what share of small faults the fast tests ca
 damaged: $(VENV)/.installed-dev  ## thousands of damaged files of every kind: all are read or refused by name
 	$(BIN)/python benchmarks/damaged_files.py $(ARGS)
 
-gpu: $(VENV)/.installed-dev  ## what waits for a GPU: its tests, kernels, training steps, the `mini` study; the same command goes on
+gpu: $(VENV)/.installed-dev  ## what waits for a GPU: its tests, kernels, training steps, studies; the same command goes on
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 browser:  ## install a browser for the browser tests and PNG export (Debian, Ubuntu)

@@ -5,9 +5,10 @@
 
 In this order: facts of the device; the tests marked `cuda` (where pytest is); attention statistics against one fused attention
 forward; training steps of each architecture beside the vanilla decoder's, and what share of a large matrix product's speed they reach; then
-the `mini` study with the minutes that are left, seed by seed over all architectures, so that any cut leaves complete comparisons.
+the studies of `STUDIES`, which the claims that no shipped run decides ask for (docs/evidence.md), with the minutes that are left, seed by
+seed over all models, so that any cut leaves complete comparisons. `workbench analyze OUT/runs` judges the claims on what is there.
 A part that fails is told in the summary, and the others go on; the exit code is then 1.
-Leaves `facts.json`, `tests.txt`, `kernels.parquet`, `training.parquet`, `mini.parquet` and `summary.md`. Without a device it says so
+Leaves `facts.json`, `tests.txt`, `kernels.parquet`, `training.parquet`, `losses.parquet` and `summary.md`. Without a device it says so
 and exits with 2. Neither the dashboard's libraries nor transformer-lens' extras are needed beyond what `workbench` itself imports.
 """
 
@@ -40,17 +41,20 @@ from workbench.models import ARCHITECTURES, build
 from workbench.models.hooked import next_token_loss
 from workbench.runs.records import write_parquet
 from workbench.runs.run import Run
+from workbench.studies.study_file import find_study
 
 ROOT = Path(__file__).parent.parent
 CUDA_TESTS = ("tests/test_kernels.py", "tests/test_generation.py", "tests/test_training_processes.py")
 ROUNDS, FLUSH_S, STOPPING_S = 9, 60, 60
+STUDIES = ("gpu_rates", "gpu", "gpu_relatives", "mini")
 REHEARSAL = """
 question = "Does the path to a finished study hold?"
-seeds = [0, 1]
+seeds = {seeds}
+{rates}
 baseline = "transformer"
-data = { kind = "repeated", vocabulary = 16 }
-model = { n_layers = 2, d_model = 16, n_heads = 1, d_mlp = 4, n_ctx = 16 }
-recipe = { steps = 4, batch = 2, T = 16, warmup = 1, validate_every = 2, validation_sequences = 2 }
+data = {{ kind = "repeated", vocabulary = 16 }}
+model = {{ n_layers = 2, d_model = 16, n_heads = 1, d_mlp = 4, n_ctx = 16 }}
+recipe = {{ steps = 4, batch = 2, T = 16, warmup = 1, validate_every = 2, validation_sequences = 2 }}
 
 [[models]]
 architecture = "transformer"
@@ -178,19 +182,20 @@ def training(device: torch.device, config: ModelConfig, names: Sequence[str], ba
     return pd.DataFrame(rows)
 
 
-def study(out: Path, file: Path, device: torch.device, deadline: float, processes: int) -> pd.DataFrame:
-    """The study until its end or the deadline; its losses so far are on disk every minute."""
+def study(out: Path, file: Path, device: torch.device, deadline: float, processes: int) -> str:
+    """Train a study until its end or the deadline, with its losses so far on disk every minute; return how it ended."""
     command = [
         sys.executable, "-c", "from workbench.cli import main; main()", "study", str(file), "--runs", str(out / "runs"), "--out",
         str(out / "study"), "--device", device.type, "--workers", str(processes),
     ]  # fmt: skip
-    with (out / "study.txt").open("w", encoding="utf-8") as said:
+    with (out / f"{file.stem}.txt").open("w", encoding="utf-8") as said:
         child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT)
         while child.poll() is None and time.monotonic() < deadline:
             try:
                 child.wait(timeout=max(0.1, min(FLUSH_S, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
-                write_parquet(losses(out / "runs"), out / "mini.parquet")
+                write_parquet(losses(out / "runs"), out / "losses.parquet")
+        ended = child.poll()
         for ask in (
             signal.SIGINT,
             signal.SIGTERM,
@@ -200,7 +205,17 @@ def study(out: Path, file: Path, device: torch.device, deadline: float, processe
                 child.send_signal(ask)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=STOPPING_S)
-    return losses(out / "runs")
+    return "out of time" if ended is None else "done" if ended == 0 else f"failed, see {file.stem}.txt"
+
+
+def files(out: Path, *, rehearse: bool) -> list[Path]:
+    """The studies in their order; for a rehearsal two tiny ones, of which the second takes its learning rates from the first."""
+    if not rehearse:
+        return [find_study(name) for name in STUDIES]
+    rates, file = out / "rehearsal_rates.toml", out / "rehearsal.toml"
+    write_text(rates, REHEARSAL.format(seeds=[2], rates='tuned = "lr"\ngrid.recipe.lr = [1e-3, 2e-3]'))
+    write_text(file, REHEARSAL.format(seeds=[0, 1], rates=f"rates_from = {json.dumps(str(rates))}"))
+    return [rates, file]
 
 
 def losses(runs: Path) -> pd.DataFrame:
@@ -222,7 +237,9 @@ def losses(runs: Path) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["run", "architecture", "seed", "step", "validation_loss"])
 
 
-def summarised(about: dict[str, Any], tested: str, made: Mapping[str, pd.DataFrame], failed: Mapping[str, str]) -> str:
+def summarised(
+    about: dict[str, Any], tested: str, made: Mapping[str, pd.DataFrame], failed: Mapping[str, str], studies: str
+) -> str:
     """The table for the README, and how far everything came."""
     on = f"{about.get('name', about['device'])}, torch {about['torch']}"
     lines = ["| date | device | what | ratio |\n|---|---|---|---|\n"]
@@ -235,10 +252,8 @@ def summarised(about: dict[str, Any], tested: str, made: Mapping[str, pd.DataFra
             f"| {time.strftime('%Y-%m-%d')} | {on} | a training step of {r.architecture} over the Transformer's "
             f"(share of a matrix product's speed: {r.share_of_matmul:.0%}) | {r.over_transformer:.2f} |\n"
         )
-    whole = made["mini"]
-    ended = whole.loc[whole.groupby("run")["step"].idxmax()] if len(whole) else whole
     lines += [f"\n{name} failed: {error}\n" for name, error in failed.items()]
-    lines.append(f"\ntests: {tested}\n\n{len(ended)} runs of the study are begun.\n")
+    lines.append(f"\ntests: {tested}\n\nstudies: {studies}; {made['losses']['run'].nunique()} runs are begun.\n")
     return "".join(lines)
 
 
@@ -278,16 +293,17 @@ def main() -> int:
             continue
         made[name] = pd.read_parquet(path)
         print(f"{name}: {len(made[name])} rows after {time.monotonic() - begin:.0f} s", flush=True)
-    file = ROOT / "analyses" / "studies" / "mini.toml"
-    if asked.rehearse:
-        file = asked.out / "rehearsal.toml"
-        write_text(file, REHEARSAL)
-    left = begin + 60 * asked.minutes - STOPPING_S * (not asked.rehearse)
-    made["mini"] = study(asked.out, file, device, left, 1 if asked.rehearse else asked.processes)
-    write_parquet(made["mini"], asked.out / "mini.parquet")
-    write_text(asked.out / "summary.md", summarised(about, tested, made, failed))
+    left, ends = begin + 60 * asked.minutes - STOPPING_S * (not asked.rehearse), dict[str, str]()
+    for file in files(asked.out, rehearse=asked.rehearse):
+        ends[file.stem] = study(asked.out, file, device, left, 1 if asked.rehearse else asked.processes)
+        if ends[file.stem] == "out of time":
+            break
+    made["losses"] = losses(asked.out / "runs")
+    write_parquet(made["losses"], asked.out / "losses.parquet")
+    studies = ", ".join(f"{name} {end}" for name, end in ends.items())
+    write_text(asked.out / "summary.md", summarised(about, tested, made, failed, studies))
     print((asked.out / "summary.md").read_text())
-    return int(bool(failed) or "failed" in tested or "error" in tested)
+    return int(bool(failed) or any("failed" in ended for ended in (tested, studies)) or "error" in tested)
 
 
 if __name__ == "__main__":

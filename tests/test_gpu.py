@@ -25,11 +25,12 @@ def test_the_rehearsal_leaves_every_table_and_goes_on_where_it_was(tmp_path):
     assert (timed.loc[timed["form"] == "statistics", "error"] < 0.05).all()
     assert steps["architecture"].tolist() == ["transformer", "resformer"]
     assert (steps[["tokens_per_second", "share_of_matmul"]] > 0).all(axis=None)
-    losses = pd.read_parquet(tmp_path / "mini.parquet")
-    assert losses.groupby(["architecture", "seed"]).ngroups == 4
+    losses = pd.read_parquet(tmp_path / "losses.parquet")
+    assert losses["run"].nunique() == 8, "two models at two rates on one seed, then at the better rate on two others"
     assert losses["step"].max() == 4
     summary = (tmp_path / "summary.md").read_text()
     assert "attention statistics over one fused forward, T 64, float32" in summary
+    assert "studies: rehearsal_rates done, rehearsal done; 8 runs are begun." in summary
     kept = {path: path.stat().st_mtime_ns for path in [tmp_path / "kernels.parquet", *tmp_path.glob("runs/*/step_*/*")]}
     again = gpu("--rehearse", "--out", str(tmp_path), "--minutes", "4")
     assert again.returncode == 0, again.stderr
