@@ -146,12 +146,13 @@ def _undecided(of: Mapping[str, Verdict]) -> str:
 - `gpu_relatives`: {len(planned[2].cells)} models, three seeds
 
 All have {shape}, {recipe.warmup} warm-up steps and a start token before
-every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter. An hour suffices at {speed}
-over all processes. No GPU was at hand, so the speed is not measured; `make gpu` reports it.
+every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter.
+An hour suffices at {speed} over all processes. No GPU was at hand, so the speed is not measured; `make gpu` reports it.
 
-Let s be a difference's standard deviation over seeds. The difference counts from {needed[0]:.2f} s on with five seeds, from {needed[1]:.2f} s on with
-three. Holm's correction over all claims asks for more. At 116,000 parameters s is {SPREAD} nats, so five seeds see {needed[0] * SPREAD:.2f}. To see the
-published 0.027 nats, s must be below {0.027 / needed[0]:.3f}.
+Let s be a difference's standard deviation over seeds. The difference counts from {needed[0]:.2f} s on with five seeds,
+from {needed[1]:.2f} s on with three. Holm's correction over all claims asks for more.
+At 116,000 parameters s is {SPREAD} nats, so five seeds see {needed[0] * SPREAD:.2f}.
+To see the published 0.027 nats, s must be below {0.027 / needed[0]:.3f}.
 
 | claim | trained in |
 |---|---|
