@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -387,7 +387,8 @@ def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
             raise BadData(f"ids of shape {tuple(ids.shape)}: an X-ray needs [n, T] with 4 sequences or more")
         measured, others = ids[: len(ids) // 2].long().cpu(), ids[len(ids) // 2 :].long().cpu()
         return Sample(measured, list(range(len(measured))), "given ids", "ids", _OtherHalf(others))
-    tokenizer, each = subject.tokenizer, None if subject.start_token is None else "each"
+    tokenizer = subject.tokenizer
+    each: Literal["each"] | None = None if subject.start_token is None else "each"
     if isinstance(data, str | Path) and Path(data).suffix == ".bin":
         config = subject.model if isinstance(subject, Run) else subject.config
         source: TextData | TokenData = open_tokens([data], config.d_vocab)
