@@ -46,7 +46,7 @@ from workbench.studies.study_file import find_study
 ROOT = Path(__file__).parent.parent
 CUDA_TESTS = ("tests/test_kernels.py", "tests/test_generation.py", "tests/test_training_processes.py")
 ROUNDS, FLUSH_S, STOPPING_S = 9, 60, 60
-STUDIES = ("gpu_rates", "gpu", "gpu_relatives", "mini")
+STUDIES = ("gpu_rates", "gpu", "sizes", "gpu_relatives", "mini")
 REHEARSAL = """
 question = "Does the path to a finished study hold?"
 seeds = {seeds}

@@ -81,6 +81,8 @@ at 10 tokens per parameter is not tested at this size.
 UNDECIDED = {  # where `make gpu` trains what a claim that is not tested needs, and what it still lacks
     "lower_loss": "`gpu`",
     "ahead_of_relatives": "`gpu`",
+    "fewer_parameters": "`sizes`, one learning rate for all sizes",
+    "fewer_tokens": "`sizes`, one learning rate for all sizes",
     "denseformer_weights_have_structure": "`gpu`",
     "not_merely_easier_optimisation": "`gpu`; not its control with a faster first layer (`first_layer_rate`)",
     "less_concentration_in_deep_layers": "`gpu`, if its Transformer forms a sink",
@@ -133,19 +135,19 @@ def _undecided(of: Mapping[str, Verdict]) -> str:
     needed = [t_quantile(n - 1) / math.sqrt(n) for n in (5, 3)]  # standard deviations
     shape = f"{config.n_layers} layers of width {config.d_model}, {parameters / 1e6:.1f} million parameters"
     speed = f"{runs * tokens / 3.6e9:.1f} million tokens a second"
-    rows = "".join(
-        f"| [{n.replace('_', ' ')}](#{n}) | {UNDECIDED[n]} |\n" for n, v in of.items() if v.status == "gated"
-    )
+    names = [n for n, v in of.items() if v.status == "gated" or (v.status == "not_checkable" and n in UNDECIDED)]
+    rows = "".join(f"| {n.replace('_', ' ')} | {UNDECIDED[n]} |\n" for n in names)
     return f"""
 ## What would decide the claims that are not tested
 
-`make gpu` trains three studies in this order:
+`make gpu` trains these studies in this order:
 
 - `gpu_rates`: six models at three rates, one seed
 - `gpu`: these six at their best rates, five seeds
+- `sizes`: four models from 0.1 to 2 million parameters, 20 tokens per parameter, three seeds
 - `gpu_relatives`: {len(planned[2].cells)} models, three seeds
 
-All have {shape}, {recipe.warmup} warm-up steps and a start token before
+Those of `gpu` have {shape}, {recipe.warmup} warm-up steps and a start token before
 every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter.
 An hour suffices at {speed} over all processes. No GPU was at hand, so the speed is not measured; `make gpu` reports it.
 
