@@ -126,6 +126,17 @@ def test_nanochat_and_modded_nanogpt_in_their_own_files(tmp_path):
     assert numbers(result.frame, quantity="resid_lambdas", layer=1, part="MLP") == [4.0]
     assert "numbered, not named" in result.notes[0]
 
+    weights = {  # of two streams: [layer, sublayer, stream]; names that a later version may have
+        "post_lambdas": torch.arange(8.0).view(2, 2, 2), "scalars": torch.zeros(2), "mudd_b2": torch.zeros(2, 3),
+        "blocks.0.attn.lamb": torch.tensor(0.25), "lm_head.weight": torch.zeros(4, 4),
+    }  # fmt: skip
+    torch.save({"step": 100, "code": "x", "model": weights}, path)
+    result = read_coefficients(path)
+    assert numbers(result.frame, quantity="post_lambdas", layer=1) == [4, 5, 6, 7]
+    assert numbers(result.frame, quantity="post_lambdas", layer=0, part="MLP, stream 1") == [3]
+    assert numbers(result.frame, quantity="lamb", part="other value; own: 1 less this") == [0.25]
+    assert result.notes[0].endswith("like those of depth weights: mudd_b2.")
+
 
 @pytest.mark.parametrize("architecture", ["resformer_learnable", "resformer_dense", "denseformer", "value_embedding"])
 def test_our_numbers_are_those_of_the_model(architecture, tmp_path):
@@ -154,6 +165,11 @@ def test_our_attention_residuals(tmp_path):
     result = read_coefficients(tmp_path)
     assert numbers(result.frame, layer=1, part="MLP") == [pytest.approx(32**0.5)]
     assert result.frame["part"].tolist()[-1] == "output"
+    assert not result.notes
+    both = build("resformer_learnable+attention_residuals", CONFIG, seed=0)
+    save_file(both.state_dict(), tmp_path / "model.safetensors")
+    (note,) = read_coefficients(tmp_path).notes
+    assert note.endswith("resformer_learnable.first, resformer_learnable.own.")
 
 
 def test_other_names_are_refused_with_the_names_that_are_there(tmp_path):

@@ -106,6 +106,14 @@ def test_a_model_that_lacks_a_measure_is_named():
     assert "effective_rank is not measured for resformer" in found.sentence
 
 
+def test_a_run_that_was_measured_at_an_earlier_step_is_not_compared_with_trained_ones():
+    made = runs("transformer", "resformer")
+    rows = [r for of in made for r in per_layer([of], "cache_bytes", lambda *_: 4.0, step=LAST if of["seed"] else 100)]
+    last = evidence(made, rows).rows("cache_bytes")
+    assert set(last["seed"]) == {1, 2}
+    assert set(last["step"]) == {LAST}
+
+
 def test_a_page_of_claims_is_corrected_over_all_that_were_tested():
     """p of 0.03 decides one claim alone, not one of three; what was not tested does not count."""
     made = [Verdict("supported", "a", p=0.03), Verdict("unresolved", "b", p=0.6), Verdict("refuted", "c", p=0.001)]

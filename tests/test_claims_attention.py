@@ -265,6 +265,20 @@ def test_start_token_needs_both_arms():
     )
 
 
+@pytest.mark.parametrize(
+    ("other", "facts", "word"),
+    [
+        ("svformer", {}, "no value-residual model in common"),
+        ("resformer", {"n_layers": 8, "steps": 900}, "steps and n_layers"),
+    ],
+)
+def test_arms_of_other_models_or_settings_are_no_interaction(other, facts, word):
+    made = runs("transformer", "resformer", seeds=5, bos=True) + runs("transformer", other, seeds=5, bos=False, **facts)
+    found = judged("start_token_decides_the_sinks", made, sinks(made, lambda of: 0.9 if of["bos"] else 0.6))
+    assert found.status == "not_checkable"
+    assert word in found.sentence
+
+
 @pytest.mark.parametrize(("slope", "status"), [(-1, "supported"), (0, "unresolved")])
 def test_smoothing_and_concentration(slope, status):
     made, rows = with_sinks(seeds=5)

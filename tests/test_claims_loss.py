@@ -3,7 +3,9 @@
 import math
 
 import pytest
-from planted import LAST, coefficients, from_losses, judged, options, row, runs, with_losses
+from planted import LAST, coefficients, evidence, from_losses, judged, options, row, runs, with_losses
+
+from workbench.claims.loss import _savings
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
@@ -204,6 +206,27 @@ def test_late_layers_profit(growth, early, status):
     learnable = runs("resformer_learnable", n_layers=8)
     told += coefficients(learnable, lambda n: 0.3 + growth * n)
     assert judged("late_layers_profit", made + learnable, (), told).status == status
+    short = runs("resformer_learnable", n_layers=8, T=64)  # of another setting
+    found = judged("late_layers_profit", made + learnable + short, (), told + coefficients(short, lambda n: -9.0 * n))
+    assert found.status == status
+
+
+def test_a_rate_at_which_a_run_broke_is_not_the_best_of_a_size():
+    made, told = [], []
+    for width, level in ((10, 3.0), (20, 2.8), (40, 2.6)):
+        for lr, better in ((1e-3, 0.0), (2e-3, 0.1)):
+            levels = {"transformer": level - better, "resformer": level - 0.1 - better}
+            more, rows = with_losses(levels, parameters=width * 1e4, d_model=width, lr=lr)
+            made, told = made + more, told + rows
+
+    def saved(runs, rows):
+        pair = evidence(runs, (), rows).comparable("transformer", "resformer", ignoring=("d_model", "lr"))
+        return _savings(pair, "resformer", "parameters", "transformer")["logarithm"]
+
+    broken = [of["run"] for of in made if of["lr"] == 2e-3 and of["seed"] == 1]
+    left = saved(made, [r for r in told if r["run"] not in broken or r["step"] < LAST])
+    assert left.n == 3
+    assert left.each == saved([of for of in made if of["lr"] == 1e-3], told).each
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from foreign import SIZES, hugging_face
 import workbench
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.models import build
-from workbench.reports.differences import diff, matrix_change, measure_differences, setting_differences, weight_changes
+from workbench.reports.differences import (
+    diff,
+    matrix_change,
+    measure_differences,
+    setting_differences,
+    stored_rows,
+    weight_changes,
+)
 from workbench.runs.records import records, write_parquet
 from workbench.views import Link, Source, differences
 
@@ -152,6 +159,46 @@ def test_measures_are_paired_by_seed_and_one_seed_claims_nothing():
     table, _ = measure_differences(rows({0: 1.0, 1: 2.0, 2: 3.0}), rows({0: 3.0, 1: 0.0, 2: 3.1}))
     assert not table["moved"].any()
     assert "share no measure" in measure_differences(rows({0: 1.0}), rows({1: 1.0}))[1]
+
+
+def test_layers_that_one_side_lacks_do_not_count():
+    """SVFormer has own values in layer 0 alone: the mean over all layers of another model is no match for it."""
+    a, b = rows({0: 1.0, 1: 2.0, 2: 3.0}), rows({0: 1.01, 1: 2.0, 2: 2.99})
+    table, sentence = measure_differences(a, b[b["layer"] == 0])
+    assert (table["a"].item(), table["difference"].item()) == pytest.approx((2.0, 0.0))
+    assert not table["moved"].item()
+    assert "1 of 1 measures are means over the layers, heads and positions that both have" in sentence
+    assert "that both have" not in measure_differences(a, b)[1]
+
+
+def test_directions_beyond_the_rank_of_a_change_do_not_count():
+    a = np.diag([4.0, 3.0, 2.0, 1.0])
+    change = matrix_change(a, a + 0.1 * np.outer([1, 0, 0, 0], [0, 0, 0, 1]), top=2)  # rank 1
+    assert change.sizes == pytest.approx([0.1, 0])
+    assert change.overlap == pytest.approx((1, 0))
+    assert change.chance == (0.5, 0.5)
+    assert matrix_change(np.outer([1.0, 0], [1.0, 0]), np.eye(2), top=2).chance == (0.5, 0.5)  # A has rank 1
+
+
+def test_a_matrix_that_only_one_side_ties_is_compared():
+    w = torch.ones(3, 2)
+    table = weight_changes({"embed": w, "unembed": w}, {"embed": w.clone(), "unembed": 2 * w})
+    assert table.set_index("tensor")["relative"].to_dict() == {"embed": 0, "unembed": pytest.approx(1)}
+
+
+def test_a_run_whose_log_ended_early_or_broke_has_no_last_loss():
+    from types import SimpleNamespace
+
+    def telemetry(values):
+        return SimpleNamespace(rows=lambda *_: (records([
+            {"run": run, "seed": i, "step": step, "metric": "validation_loss", "value": value}
+            for i, (run, curve) in enumerate(values.items()) for step, value in curve.items()
+        ]), {}))  # fmt: skip
+
+    curves = {"ends": {0: 9.0, 10: 5.0}, "breaks": {0: 9.0, 10: 5.0, 20: float("nan")}, "good": {0: 9.0, 20: 4.0}}
+    for step in (None, 22):
+        assert stored_rows([], step, telemetry({}), telemetry(curves))["value"].tolist() == [4.0]
+    assert set(stored_rows([], 12, telemetry({}), telemetry(curves))["run"]) == {"ends", "breaks"}
 
 
 @pytest.mark.parametrize("noise", [0.1, 3.0])

@@ -11,6 +11,7 @@ from prompt_ids import some_ids
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions import edited
 from workbench.prompts import logit_attribution, score_attribution, sink_attribution, token_path
 
 PAPER = ["transformer", "resformer", "svformer", "neutreno", "denseformer"]
@@ -123,6 +124,25 @@ def test_what_has_no_single_score_is_refused_by_name(awake):
         score_attribution(model, ids, 1, 0, 3, 1)
 
 
+@pytest.mark.parametrize("architecture", ["transformer", "sink_logit", "Llama"])
+def test_a_key_that_an_edit_hides_has_no_score(awake, architecture):
+    model = observed_family("Llama") if architecture == "Llama" else awake(architecture)
+    ids, name = some_ids(11), "blocks.1.attn.hook_attn_scores"
+    plain = score_attribution(model, ids, 1, 2, 9, 4)
+    with edited(model, "sink:layer=1"):
+        with pytest.raises(BadData, match="hides key 0 from query 9"):
+            score_attribution(model, ids, 1, 2, 9, 0)
+        with pytest.raises(BadData, match="hides the first token"):
+            sink_attribution(model, ids, 1)
+        scores = model.run_with_cache(ids, names_filter=[name])[1][name][0, 2].double()
+        others = score_attribution(model, ids, 1, 2, 9, 4, against="others")
+        assert others.score == pytest.approx(float(scores[9, 4] - scores[9, [1, 2, 3, 5, 6, 7, 8, 9]].mean()), abs=1e-5)
+        assert score_attribution(model, ids, 1, 2, 9, 4).score == pytest.approx(plain.score, abs=1e-5)
+    if architecture != "Llama":
+        with model.hooks([(name, lambda x, hook: 2 * x)]), pytest.raises(WorkbenchError, match=r"after q \. k"):
+            score_attribution(model, ids, 1, 2, 9, 4)
+
+
 def test_a_sink_logit_is_noted(awake):
     assert "sink logit" in score_attribution(awake("sink_logit"), some_ids(), 1, 0, 3, 1).notes[0]
     assert "own keys" in score_attribution(awake("cross_layer"), some_ids(), 1, 0, 3, 1).notes[0]
@@ -145,6 +165,15 @@ def test_paths_of_all_keys_sum_to_the_heads_part_of_the_logit(awake, architectur
     assert sums[head.index].to_numpy() == pytest.approx(head.to_numpy(), abs=1e-6)
     assert sum(p.weight for p in paths) == pytest.approx(1, abs=1e-5)
     assert paths[0].head_logits == pytest.approx(head.sum(), abs=1e-6)
+
+
+def test_values_added_beside_the_attention_are_no_multiple_of_the_weight(awake):
+    def per_weight(architecture, key):
+        return token_path(awake(architecture), some_ids(9), 1, 2, 7, key, 5).frame["per_weight"].isna().tolist()
+
+    assert per_weight("neutreno", 7) == [True, True]  # the token's own value is pulled, whatever the weight
+    assert per_weight("neutreno", 3) == [False, False]
+    assert per_weight("cross_layer", 3) == [True, True]  # the weight is of two layers' keys together
 
 
 def test_a_path_is_the_weight_times_the_value_times_the_direction_of_the_logit(awake):

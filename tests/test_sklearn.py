@@ -113,6 +113,7 @@ def test_purity_by_hand_with_its_chance_level():
         (1.0, 1 / 3)
     )  # each token has one other: one neighbour counts
     assert neighbourhood_purity(X, np.array([1, 2, 1, 2]), 1) == pytest.approx((0.0, 1 / 3))
+    assert np.isnan(neighbourhood_purity(np.ones((4, 1)), y, 1)[0]), "equal vectors have no nearest ones"
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(600, 8)), rng.integers(6, size=600)
     purity, chance = neighbourhood_purity(X, y, 10)
@@ -160,6 +161,10 @@ def test_alignment_undoes_a_turn_and_names_what_is_left():
     c = aligned(replace(a, vectors=np.random.default_rng(1).normal(size=a.vectors.shape)), a)
     assert c.disparity == pytest.approx(c.chance, abs=0.05), "what is unrelated is as by chance"
     assert b.disparity < b.chance
+    wide = np.hstack([a.vectors @ turn[:, :width], 3 * np.random.default_rng(2).normal(size=(len(a.vectors), 2))])
+    d = aligned(replace(a, vectors=wide), a)
+    # the squares of B's scaled vectors, the dimensions that A lacks among them, are (1 - disparity) times A's
+    assert d.explained == pytest.approx(d.points.var(0).sum() / ((1 - d.disparity) * a.vectors.var(0).sum()))
     with pytest.raises(BadData, match="other points"):
         aligned(token_map(model, "own_v", TOKENS[:4], layer=1), a)
     with pytest.raises(BadData, match="fewer than two repeat"):

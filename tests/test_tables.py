@@ -101,12 +101,17 @@ def test_a_table_for_a_paper_has_rounded_numbers_and_escaped_words(tmp_path):
     ).assign(empty=None, provenance="{}")
     assert latex_table(table) == (
         "\\begin{tabular}{lrrr}\n\\toprule\nmodel\\_a & loss & steps & rate \\\\\n\\midrule\n"
-        "50 \\% | x & 3.142 & 12000 & $-3\\times 10^{-5}$ \\\\\nb &  & 7 & 12346 \\\\\n\\bottomrule\n\\end{tabular}\n"
+        "50 \\% \\textbar{} x & 3.142 & 12000 & $-3\\times 10^{-5}$ \\\\\nb &  & 7 & 12346 \\\\\n\\bottomrule\n\\end{tabular}\n"
     )
     assert markdown_table(table) == (
         "| model_a | loss | steps | rate |\n| --- | ---: | ---: | ---: |\n"
         "| 50 % \\| x | 3.142 | 12000 | -3e-05 |\n| b |  | 7 | 12346 |\n"
     )
+    tokens = pd.DataFrame({"token": ["[0, 1]", "<s>", "**", "__init__", "a_b"]})
+    assert latex_table(tokens).splitlines()[4:6] == [r"{[}0, 1] \\", r"\textless{}s\textgreater{} \\"]
+    assert markdown_table(tokens).splitlines()[2:] == [
+        "| [0, 1] |", r"| \<s> |", r"| \*\* |", r"| \_\_init\_\_ |", "| a_b |",
+    ]  # fmt: skip
     for ending in (".tex", ".md"):
         write_table_as(table, tmp_path / f"t{ending}")
         with pytest.raises(BadData, match="rounded numbers"):

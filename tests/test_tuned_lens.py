@@ -87,7 +87,7 @@ def test_the_last_row_is_the_output_and_earlier_rows_are_nearer_than_the_frequen
     assert rows.loc[(last, "logit"), "loss"] == pytest.approx(
         float(model(documents(4, seed=1), return_type="loss").detach()), abs=1e-5
     )
-    counts = torch.bincount(documents(48).flatten(), minlength=61) + 1.0
+    counts = torch.bincount(documents(48)[:, 1:].flatten(), minlength=61) + 1.0  # a start token is never predicted
     expected = -(counts / counts.sum()).log()[documents(4, seed=1)[:, 1:]].mean()
     assert rows.loc[(0, "frequency"), "loss"] == pytest.approx(float(expected), abs=1e-6)
     tuned, plain = logit_lens(model, some_ids(9), tuned=lens), logit_lens(model, some_ids(9))
@@ -133,6 +133,14 @@ def test_it_is_stored_with_what_it_was_fitted_on(awake, tmp_path, monkeypatch):
         load_tuned_lens(path)
     with pytest.raises(BadData, match="the tuned lens maps"):
         logit_lens(awake(config={"n_layers": 2}), some_ids(9), tuned=lens)
+
+
+def test_a_document_of_the_fit_is_not_held_out(awake):
+    ids = documents()
+    with pytest.raises(BadData, match="2 documents are held out and fitted"):
+        fit_tuned_lens(awake(), ids, held_out=ids[3:5])
+    with pytest.raises(BadData, match="1 documents are held out and fitted"):
+        fit_tuned_lens(awake(), torch.cat([ids, ids[:1]]))
 
 
 @pytest.mark.fast(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dashboard
+import pandas as pd
 import pytest
 import test_cli
 
@@ -71,6 +72,11 @@ def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_
     assert table.loc["Transformer", "final loss"] == pytest.approx(2 + sum(SEEDS) / 3)
     assert table.loc["Transformer", "final loss, seeds"] == 3
     assert table.drop("Transformer")["final loss, seeds"].tolist() == [0, 0]
+    runs = start.runs_table(Source(tmp_path)).assign(**{"trained to step": pd.array([20] * 9, dtype="Int64")})
+    runs.loc[runs["run"] == f"text-transformer-s{SEEDS[0]}", "trained to step"] = 8
+    early = start.grouped_runs(runs, ["model"]).set_index("model").loc["Transformer"]
+    assert early["final loss"] == pytest.approx(2 + sum(SEEDS[1:]) / 2), "a run that stopped early has no final loss"
+    assert (early["runs"], early["final loss, seeds"]) == (3, 2)
     with pytest.raises(UnknownName, match="column that groups runs"):
         start.grouped_runs(start.runs_table(ask), ["final loss"])
     done = test_cli.run("list", "runs", "--by", "model", "--runs", tmp_path, "--out", tmp_path / "t.tex")

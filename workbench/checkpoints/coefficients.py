@@ -11,6 +11,7 @@ Sources of the names: karpathy/nanochat (nanochat/gpt.py), KellerJordan/modded-n
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -74,10 +75,16 @@ LAYOUTS = (
     WeightLayout("modded-nanogpt", {
         r"(?P<quantity>(resid|post|x0|bigram)_lambdas|skip_weights|scalars|skip_gates|smear_lambda|backout_lambda)": "",
         rf"blocks\.{LAYER}\.(?P<quantity>lambdas)": "stream and embedding",
-        rf"blocks\.{LAYER}\.attn\.(?P<quantity>lamb|lambdas)": "own value and embedding's",
+        rf"blocks\.{LAYER}\.attn\.(?P<quantity>lambdas)": "own value and embedding's",
+        rf"blocks\.{LAYER}\.attn\.(?P<quantity>lamb)": "other value; own: 1 less this",
     }, lambda name: name.startswith("blocks.") or name == "scalars"),
 )  # fmt: skip
 """In this order: the first one that matches a tensor is the checkpoint's."""
+ALIKE = (
+    r"(?!.*\.tables\.).*(^|[._])(lamb(da)?s?|scalars|skip|backout|smear|mudd|ve_gates?|attn_res|res_(proj|norm)|"
+    rf"attention_residuals|{'|'.join(OURS)})([._]|$)"
+)
+"""Words in names of depth weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,11 @@ def read_coefficients(path: str | Path) -> Coefficients:
         rows, vectors, notes = _queries(matches, tensors, source.config())
     else:
         rows, vectors, notes = [row for match in matches for row in _rows(*match, tensors[match[0]])], {}, []
+    if unread := [name for name in names if name not in tensors and re.match(ALIKE, name)]:
+        more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+        notes.append(
+            f"Not read, though their names are like those of depth weights: {', '.join(unread[:NAMED])}{more}."
+        )
     if any(row["quantity"] == "scalars" for row in rows):
         notes.append(
             "modded-nanogpt changed the order of `scalars` between its versions: they are numbered, not named."
@@ -161,9 +173,12 @@ def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iter
         for i, x in enumerate(values.tolist()):
             part = named[i] if named and len(values) == len(named) else f"{words} {i}" if len(values) > 1 else words
             yield row | {"part": part, "value": x}
-    elif values.ndim == 2 and values.shape[1] in PARTS:
-        for n, pair in enumerate(values.tolist()):
-            yield from (row | {"layer": n, "part": PARTS[len(pair)][i], "value": x} for i, x in enumerate(pair))
+    elif (
+        values.ndim > 1 and set(values.shape[1:]) <= PARTS.keys()
+    ):  # by layer, of its sublayers, and by stream that they write
+        for place in itertools.product(*map(range, values.shape)):
+            part = ", ".join([PARTS[2][place[1]], *(f"stream {i}" for i in place[2:])])
+            yield row | {"layer": place[0], "part": part, "value": float(values[place])}
     else:
         numbered = quantity not in ("scalars", "skip_weights", "skip_gates", "table", "gains") and values.numel() > 1
         for n, x in enumerate(values.flatten().tolist()):

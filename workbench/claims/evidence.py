@@ -281,7 +281,11 @@ class Evidence:
             rows = rows[rows["step"] == 0]
         elif step == "last":
             last = rows.groupby("run")["step"].transform("max")
-            rows = rows[rows["step"].isna() | ((rows["step"] == last) & (last > 0))]
+            length = rows["run"].map(
+                self.runs.drop_duplicates("run").set_index("run")["steps"]
+            )  # runs that were measured at an earlier step do not count
+            latest = last.groupby(length, dropna=False).transform("max")
+            rows = rows[rows["step"].isna() | ((rows["step"] == last) & (last == latest) & (last > 0))]
         if rows.empty:
             when = {"first": " at random init", "last": " of trained models"}.get(step, "")
             raise InsufficientEvidence(f"{metric}{when} is not measured for {listed(self.models)}.")

@@ -201,12 +201,14 @@ def _saving(pair: Evidence, model: str, size: str) -> Verdict:
 
 def _savings(pair: Evidence, model: str, size: str, baseline: str) -> dict[str, Interval]:
     """Share of parameters or tokens saved at the baseline's loss, by form of the curve, each model at its best rate of a size."""
-    losses = pair.losses().groupby(["run", "model"], as_index=False)["value"].mean()
+    losses = pair.losses().groupby(["run", "model"], as_index=False)["value"].mean(skipna=False)
     losses = losses.merge(pair.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
     losses = losses[losses["model"].isin([model, baseline])]
     both = losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
     losses = losses[both]  # a rate that one had alone would favour it
-    means = losses.groupby(["model", "size", "lr"])["value"].transform("mean")
+    means = losses.groupby(["model", "size", "lr"])["value"].transform(
+        "mean", skipna=False
+    )  # a broken run's rate is not the best
     best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
     tables = (best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, baseline))
     return {name: i for name, i in savings_intervals(*tables).items() if not math.isnan(i.value)}

@@ -89,11 +89,16 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
     text = evidence.of_task("text")
     intervals: dict[str, Interval] = {}
+    groups = []
     for name, better, worse in _placements(text):
-        group = text.comparable(better, worse)
+        groups.append(group := text.comparable(better, worse))
         intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
-        rows = text.of_model(text.written("coefficient"), model)
+        try:  # runs of one setting, of that above where it has any
+            own = next((group for group in groups if model in group.models), text).comparable(model)
+        except InsufficientEvidence:
+            continue  # not trained in the setting that is judged
+        rows = own.of_model(own.written("coefficient"), model)
         rows = at_last_step(rows[(rows["part"] == "lambda_v1") & rows["layer"].notna()])
         seeds = [seed for _, seed in rows.groupby("seed") if seed["layer"].nunique() > 1]
         if slopes := [float(np.polyfit(r["layer"].astype(float), r["value"].astype(float), 1)[0]) for r in seeds]:

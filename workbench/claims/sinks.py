@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.claims.evidence import Evidence
+from workbench.claims.evidence import SETTING, Evidence
 from workbench.claims.induction import copying_steps
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
-from workbench.claims.wording import intervals_text, model_name
+from workbench.claims.wording import intervals_text, listed, model_name
 from workbench.errors import WorkbenchError
 from workbench.statistics.censored import censored, compare_steps, formed_in, median_in_words
 from workbench.statistics.formation import sink_step
@@ -176,13 +176,19 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
     if not both:
         raise InsufficientEvidence("Needs both arms of one task: runs with a start token (--bos each) and without.")
     arms = {bool(bos): evidence.of_runs(rows) for bos, rows in max(both, key=len).groupby("bos")}
-    changes = {}
+    methods = [m for m in METHODS if all(m in arm.models for arm in arms.values())]
+    changes, settings = {}, list[pd.DataFrame]()
     for bos, arm in arms.items():
-        pair = arm.comparable("transformer", METHODS)
+        pair = arm.comparable("transformer", methods[:1] or METHODS)
         need_sinks(pair)
-        model = pair.first_of(METHODS)
+        model = pair.first_of(methods or METHODS)
         strongest = _strongest(pair)
         changes[bos] = pair.by_seed(strongest, model) - pair.by_seed(strongest, "transformer")
+        settings.append(pair.runs[[c for c in SETTING if c != "data"]].drop_duplicates())
+    differ = [c for c in settings[0] if len(pd.concat([each[c] for each in settings]).unique()) > 1]
+    if differ or not methods:
+        what = f"differ in {listed(differ)}" if differ else "have no value-residual model in common"
+        raise InsufficientEvidence(f"The runs with and without a start token {what}: train both arms equally.")
     interaction = paired_seeds(changes[True], changes[False])
     sentence = (
         f"Change of the strongest head's sink mass by the value residual: {changes[True].mean():+.3f} with a start token, "

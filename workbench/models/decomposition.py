@@ -86,6 +86,10 @@ class Anatomy(ABC):
         """Return the final norm and the head."""
 
     @abstractmethod
+    def adds_values(self, layer: int) -> bool:
+        """Return whether a layer adds values to the attention's output at the token's own place, as NeuTRENO does."""
+
+    @abstractmethod
     def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Run tokens or text; return the logits of every position (None without a head) and the named activations."""
 
@@ -190,6 +194,9 @@ class TransformerAnatomy(Anatomy):
     def ending(self, read: Reader) -> Ending:
         gain, head = (x.detach().to(read.wide) for x in (self.model.ln_final.weight, self.model.unembed.weight))
         return Ending(centred=False, divisor=read.cut("ln_final.hook_scale"), gain=gain, head=head)
+
+    def adds_values(self, layer: int) -> bool:
+        return bool(self.model.blocks[layer].attn.outputs)
 
     def run(self, given: Any, names: Sequence[str]) -> tuple[Tensor, Mapping[str, Tensor]]:
         logits, cache = self.model.run_with_cache(given, names_filter=names)

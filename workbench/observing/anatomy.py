@@ -249,6 +249,9 @@ class ObservedAnatomy(Anatomy):
             parts["first"] = parts["first"] + pull if "first" in parts else pull
         return parts
 
+    def adds_values(self, layer: int) -> bool:
+        return bool(self._fitted(layer, "output"))
+
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def ending(self, read: Reader) -> Ending:

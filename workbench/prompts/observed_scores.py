@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData
 from workbench.models.decomposition import BIAS, By, decompose
+from workbench.models.hook_points import has_hooks
 from workbench.observing.interception.masks import CAUSAL, visible_keys
 from workbench.observing.interception.tensor_layouts import get_at
 from workbench.observing.interception.weights import apply_module
@@ -54,7 +55,9 @@ def observed_score_parts(
     if len(structure.parts) != 1 or structure.inline:
         raise BadData(f"layer {layer} shows no single attention in a block of its own: its scores have no known maps")
     part = structure.parts[0]
-    whole_mask = f"{stem}rot_q" in model.hook_dict and part.attention.mask == CAUSAL
+    point = f"{stem}attn_scores"
+    is_edited = point in model.hook_dict and has_hooks(model.hook_dict[point])
+    whole_mask = f"{stem}rot_q" in model.hook_dict and part.attention.mask == CAUSAL and not is_edited
     points = [f"{stem}{x}" for x in ("q", "k", *(("rot_q", "rot_k") if whole_mask else ("attn_scores",)))]
     if absent := [name for name in points if name not in model.hook_dict]:
         raise BadData(f"layer {layer} has no {absent[0]}: {model.absent.get(absent[0], 'the module does not show it')}")

@@ -31,7 +31,8 @@ class TokenPath:
     weight: float  # attention of the query to the key
     token: str  # whose logit is meant
     frame: pd.DataFrame
-    """A row for each value path: path; norm of the moved value in the stream; logits that it adds; per_weight = logits / weight."""
+    """A row for each value path: path; norm of the moved value in the stream; logits that it adds; per_weight = logits / weight, NaN if the
+    part is no multiple of the weight: values that are added beside the attention, or keys of several layers in one softmax."""
     head_logits: float  # of the head, all keys together
 
     @property
@@ -91,6 +92,8 @@ def token_path(
     end, rows = anatomy.ending(read), list[dict[str, float | str]]()
     window = attention_map(attention_inputs(model, prompt), layer, head, slice(query, query + 1), slice(key, key + 1))
     weight, total = float(window.weights[0, 0]), 0.0
+    recipes = [recipe for recipe in model.recipes() if recipe.layer == layer]
+    is_multiple = not (key == query and anatomy.adds_values(layer)) and all(len(r.paths[0]) == 1 for r in recipes)
     for label, part in anatomy.parts(read, "value_path", n_layers):
         _, of_layer, of_head, path = label_parts(label)
         if (of_layer, of_head) != (layer, head) or path is None:
@@ -101,7 +104,7 @@ def token_path(
                 "path": path,
                 "norm": float(part[0, 0].norm()),
                 "logits": logits,
-                "per_weight": logits / weight if weight else float("nan"),
+                "per_weight": logits / weight if weight and is_multiple else float("nan"),
             }
         )
         total += float(whole[label][0, 0])

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData
+from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
 from workbench.models.activations import RebuiltPatterns
-from workbench.models.attention import Attention
+from workbench.models.attention import Attention, JointAttention
 from workbench.models.decomposition import By, anatomy_of, decompose
+from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import slice_positions
 from workbench.models.layers import NormedLinear, RMSNorm, Unnormed, rotate
+from workbench.observing.interception.masks import visible_keys
 from workbench.observing.recognition.fits import EXACT
 from workbench.prompts.prompt import by_layer
 
@@ -44,20 +46,17 @@ def own_score_parts(
 
     Return one head's query at the first of the positions, and its keys at all of them.
     """
-    notes = []
-    for recipe in (r for r in model.recipes() if r.layer == layer):
-        if len(recipe.paths) > 1:
-            raise BadData(
-                f"layer {layer} mixes the patterns of several softmaxes: a weight follows from no single score"
-            )
-        if len(recipe.paths[0]) > 1:
-            notes.append(f"Scores of layer {layer}'s own keys; its softmax also covers keys of other layers.")
-        if recipe.joint.attends(layer) == "null":
-            notes.append(NULL_NOTE)
+    notes = softmax_notes(model, layer)
     terms = {name: list(_terms(model, layer, name)) for name in ("q", "k")}
     layers = sorted({j for each in terms.values() for j, _ in each})
     anatomy, stem = anatomy_of(model), f"blocks.{layer}.attn.hook_rot_"
-    names = [f"{stem}q", f"{stem}k", *(point for each in terms.values() for _, factors in each for point, _ in factors)]
+    square = f"blocks.{layer}.attn.hook_attn_scores" if has_edited_scores(model.blocks[layer].attn) else ""
+    names = [
+        *filter(None, [square]),
+        f"{stem}q",
+        f"{stem}k",
+        *(point for each in terms.values() for _, factors in each for point, _ in factors),
+    ]
     for j in layers:
         names += anatomy.needed(by, j)
         scales = ("ln1.hook_scale", "attn.q_proj.norm.hook_scale", "attn.k_proj.norm.hook_scale")
@@ -110,7 +109,46 @@ def own_score_parts(
     repeats = 1 if head is not None else group
     parts["k"], whole["k"] = (x["k"].repeat_interleave(repeats, -2) for x in (parts, whole))
     dtype = max((t.dtype for t in tensors.values()), key=EXACT.__getitem__)
-    return ScoreParts(labels=labels, parts=parts, whole=whole, dtype=dtype, notes=notes)
+    visible = None
+    if square:
+        one = slice(None) if head is None else slice(head, head + 1)
+        q, k = tensors[f"{stem}q"][:, :, one], tensors[f"{stem}k"].repeat_interleave(group, -2)[:, :, one]
+        visible = visible_under_edits(tensors[square][:, one], q, k, layer, dtype)
+    return ScoreParts(labels=labels, parts=parts, whole=whole, dtype=dtype, notes=notes, visible=visible)
+
+
+def softmax_notes(model: Transformer, layer: int) -> list[str]:
+    """Return what a layer's softmax covers beside its own keys; raises `BadData` for patterns of several softmaxes."""
+    notes = []
+    for recipe in (r for r in model.recipes() if r.layer == layer):
+        if len(recipe.paths) > 1:
+            raise BadData(
+                f"layer {layer} mixes the patterns of several softmaxes: a weight follows from no single score"
+            )
+        if len(recipe.paths[0]) > 1:
+            notes.append(f"Scores of layer {layer}'s own keys; its softmax also covers keys of other layers.")
+        if recipe.joint.attends(layer) == "null":
+            notes.append(NULL_NOTE)
+    return notes
+
+
+def visible_under_edits(scores: Tensor, q: Tensor, k: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
+    """Return the keys [query, key] that edited scores [batch, head, query, key] leave visible; raise if they differ from q . k there."""
+    q, k, scores = (x.double() for x in (q, k, scores))
+    made = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    scale = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) * q.shape[-1] ** -0.5
+    by_head = visible_keys(scores).flatten(0, 1).tril()
+    if not torch.equal(by_head.any(0), by_head.all(0)):
+        raise BadData(f"an edit hides keys of layer {layer} from some heads or documents alone: select one head")
+    if not float((scores - made).flatten(0, 1)[by_head].abs().max()) <= EXACT[dtype] * scale:
+        raise WorkbenchError(f"a hook changed the scores of layer {layer} after q . k; run the model without it")
+    return by_head.all(0)
+
+
+def has_edited_scores(attn: Attention) -> bool:
+    """Return whether a hook, or an edit that replaces the layer's attention, may change scores after q . k."""
+    replaced = "attend" in vars(attn) or (isinstance(attn, JointAttention) and "softmaxes" in vars(attn.joint))
+    return replaced or has_hooks(attn.hook_attn_scores)
 
 
 Factors = tuple[tuple[str, int], ...]

@@ -43,7 +43,7 @@ class TunedLens:
     ]  # weights (hash), data (hash of the ids), documents, positions, held_out (documents), ridge
     held_out: pd.DataFrame
     """A row for each layer and lens: layer, lens (`tuned`, `logit`, `frequency`), loss (nats), se (over documents), kl (nats). The baseline
-    `frequency` predicts the token frequencies of the fitted documents, each count plus 1."""
+    `frequency` predicts the frequencies of the tokens after the first of the fitted documents, each count plus 1."""
 
     def __call__(self, layer: int, x: Tensor) -> Tensor:
         """Map streams [..., d_model] that a layer reads to final streams; x itself for the last layer."""
@@ -119,7 +119,8 @@ def fit_tuned_lens(
         The maps, with the loss of the tuned lens, the logit lens and the token frequencies for each layer.
 
     Raises:
-        BadData: Fewer than two documents, or the model shows no stream that its head could read.
+        BadData: Fewer than two documents, a document of both the fit and the measurement, or the model shows no stream that its head
+            could read.
         WorkbenchError: Hooks are registered, so the streams are not the model's own.
     """
     if any(map(has_hooks, model.hook_points())):
@@ -130,6 +131,10 @@ def fit_tuned_lens(
             raise BadData(f"{count} document: the lens is fitted on some and measured on others, so give at least 2")
         ids, held_out = ids[: count - max(1, count // 4)], ids[count - max(1, count // 4) :]
     held_out = model.to_tokens(held_out)
+    if seen := set(map(tuple, ids.tolist())) & set(map(tuple, held_out.tolist())):
+        raise BadData(
+            f"{len(seen)} documents are held out and fitted: the losses would be those of the fit; give other documents"
+        )
     names, n_layers = streams(model), model.config.n_layers
     if len(names) <= n_layers or (model.foreign is not None and model.is_read_only(names[n_layers])):
         raise BadData("the model shows no stream for each layer that its head could be asked to read")
@@ -148,7 +153,7 @@ def fit_tuned_lens(
         if progress is not None:
             progress(done, total)
     maps, shifts = moments.solve(ridge)
-    counts = torch.bincount(ids.flatten(), minlength=model.config.d_vocab) + 1.0
+    counts = torch.bincount(ids[:, 1:].flatten(), minlength=model.config.d_vocab) + 1.0  # of predicted tokens
     lens = replace(empty, maps=maps, shifts=shifts)
     rows = list[pd.DataFrame]()
     for some in held_out.split(batch):

@@ -31,7 +31,9 @@ SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versio
 """Sections of a run's description that are compared; times, names and places are not."""
 TOP = 4  # singular directions
 AXES = ["metric", "data", "T", "site", "part", "variant", "unit"]
-"""Columns that name a measure; its layers, heads and positions are averaged."""
+"""Columns that name a measure."""
+CELL = ["layer", "source", "head", "position", "index"]
+"""Columns that a measure is averaged over, where both sides have the cell."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +46,9 @@ class MatrixChange:
     right: np.ndarray  # [columns, k], directions that the change reads
     shares: np.ndarray  # [k], share of ||B - A||^2 by direction; NaN without a change
     overlap: tuple[float, float]
-    """Mean squared cosine between the k directions of B - A and those of A, left and right: 1 if they span one space."""
-    chance: tuple[float, float]  # the expectation for k random directions, k / rows and k / columns
+    """Mean over the directions of B - A of their squared cosine with the space of A's k, left and right: 1 if it holds them. Directions
+    beyond the rank are 0 and do not count."""
+    chance: tuple[float, float]  # the expectation for random directions, k / rows and k / columns, k at most A's rank
 
 
 def matrix_change(a: Any, b: Any, top: int = TOP) -> MatrixChange:
@@ -69,12 +72,13 @@ def matrix_change(a: Any, b: Any, top: int = TOP) -> MatrixChange:
         raise BadData("a matrix holds NaN or an infinite number, so its directions are unknown")
     k, d = min(top, *a.shape), b - a
     size, moved = float(np.linalg.norm(a)), float(np.linalg.norm(d))
-    (left, sizes, right), (left_a, _, right_a) = _directions(d, k), _directions(a, k)
-    overlap = tuple(float(np.square(x.T @ y).sum() / k) for x, y in ((left, left_a), (right, right_a)))
+    (left, sizes, right), (left_a, sizes_a, right_a) = _directions(d, k), _directions(a, k)
+    rank, rank_a = (int(np.count_nonzero(x)) for x in (sizes, sizes_a))  # at most k
+    overlap = tuple(float(np.square(x.T @ y).sum() / max(rank, 1)) for x, y in ((left, left_a), (right, right_a)))
     shares = np.square(sizes / moved) if moved else np.full(k, math.nan)
     return MatrixChange(
         moved / size if size else math.nan, sizes, left, right, shares,
-        (overlap[0], overlap[1]) if moved and size else (math.nan, math.nan), (k / a.shape[0], k / a.shape[1]),
+        (overlap[0], overlap[1]) if moved and size else (math.nan, math.nan), (rank_a / a.shape[0], rank_a / a.shape[1]),
     )  # fmt: skip
 
 
@@ -88,7 +92,9 @@ def _directions(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     y = (x if x.shape[0] <= x.shape[1] else x.T) / scale
     values, vectors = eigh(y @ y.T, subset_by_index=[len(y) - k, len(y) - 1])
     sizes, near = np.sqrt(values[::-1].clip(0)), vectors[:, ::-1]
-    far = y.T @ near / np.where(sizes > sizes[0] * 1e-7, sizes, np.inf)  # directions of rounding are 0
+    real = sizes > sizes[0] * 1e-7  # the other directions are rounding: 0
+    sizes, near = sizes * real, near * real
+    far = y.T @ near / np.where(real, sizes, 1)
     left, right = (near, far) if y.shape == x.shape else (far, near)
     return left, sizes * scale, right
 
@@ -294,8 +300,8 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
         )
     rows, seen = [], set[Any]()
     for name in a:
-        place = getattr(a[name], "place", id(a[name]))
-        if place in seen:  # tied to one before it
+        place = tuple(getattr(x[name], "place", id(x[name])) for x in (a, b))
+        if place in seen:  # tied to one before it on both sides
             continue
         seen.add(place)
         one, other = (x[name].read(name, None) if hasattr(x[name], "read") else x[name].detach() for x in (a, b))
@@ -337,12 +343,15 @@ def stored_rows(
     rows = pd.concat(
         [records.rows(entries, None)[0], telemetry.rows(entries, ["validation_loss"])[0]], ignore_index=True
     )
-    rows = rows[rows["control"].isna() & rows["value"].notna()]
+    rows = rows[rows["control"].isna()]
     at = rows["step"].astype("Float64").fillna(math.inf if step is None else step)
     upto = at if step is None else at.where(at <= step)
-    last = at == upto.groupby([rows["run"], rows["metric"]]).transform("max")
+    latest = upto.groupby([rows["run"], rows["metric"]]).transform("max")
     logged = rows["metric"] == "validation_loss"  # which may end a few steps before the checkpoint
-    return one_sample(rows[last if step is None else (at == step) | (last & logged)])
+    # a run whose log ended before those of the others, or broke, has no loss at this step
+    last = (at == latest) & (~logged | (latest == latest[logged].max()))
+    rows = rows[last if step is None else (at == step) | (last & logged)]
+    return one_sample(rows[rows["value"].notna()])
 
 
 def measure_differences(
@@ -350,8 +359,9 @@ def measure_differences(
 ) -> tuple[pd.DataFrame, str]:
     """Return which measures differ between B and A beyond the noise over seeds, or over documents of two checkpoints.
 
-    A measure is the mean of its records over layers, heads and positions of a seed. Differences are paired by seed, or with
-    fewer than `MIN_SEEDS` shared seeds by document, and tested with Student's t test, Holm-corrected over all measures.
+    A measure is the mean of its records over the layers, heads and positions that A and B share, for each seed. Differences are
+    paired by seed, or with fewer than `MIN_SEEDS` shared seeds by document. They are tested with Student's t test, Holm-corrected
+    over all measures.
 
     Args:
         a: Records of A's model, one step of each seed.
@@ -365,11 +375,16 @@ def measure_differences(
     """
     means = []
     for name, given in (("a", a), ("b", b)):
-        keyed = given.assign(**{c: given[c].astype(object).where(given[c].notna(), "") for c in AXES})
-        means.append(keyed.groupby([*AXES, "seed"])["value"].mean().astype(float).rename(name))
-    both = pd.concat(means, axis=1, join="inner").reset_index()
+        keyed = given.assign(**{c: given[c].astype(object).where(given[c].notna(), "") for c in (*AXES, *CELL)})
+        means.append(keyed.groupby([*AXES, *CELL, "seed"])["value"].mean().astype(float).rename(name))
+    shared = pd.concat(means, axis=1, join="inner")
+    both = shared.groupby(level=[*AXES, "seed"]).mean().reset_index()
     if both.empty:
         return both, "Measures are not compared: A and B share no measure on the same data and seed."
+    cells = [set(x.index.droplevel("seed")) for x in means]
+    alone = {
+        cell[: len(AXES)] for cell in cells[0] ^ cells[1]
+    }  # measures of which one side has more layers, for example
     each = {key: part.set_index("seed") for key, part in both.groupby(AXES)}
     intervals = {key: paired_seeds(part["b"], part["a"]) for key, part in each.items()}
     tested = {
@@ -392,16 +407,20 @@ def measure_differences(
     table = pd.DataFrame(rows)
     table[AXES] = table[AXES].astype(object).where(table[AXES] != "", None)
     seeds = max(map(len, each.values()))
+    partly = len(alone.intersection(each))
+    over = (
+        f" {partly} of {len(each)} measures are means over the layers, heads and positions that both have."
+        if partly
+        else ""
+    )
     if not tested:
-        return (
-            table,
-            f"{seeds} shared seed{'s' * (seeds > 1)}: nothing is claimed about the models; {MIN_SEEDS} seeds are needed.",
-        )
+        few = f"{seeds} shared seed{'s' * (seeds > 1)}: nothing is claimed about the models; {MIN_SEEDS} seeds are needed."
+        return table, few + over
     noise = "documents" if by_document else "seeds"
     sentence = f"{int(table['moved'].sum())} of {len(tested)} tested measures differ beyond the noise over {noise} (Holm-adjusted)."
     if by_document:
         sentence += f" {seeds} shared seed{'s' * (seeds > 1)}: of these checkpoints, not of their models."
-    return table, sentence
+    return table, sentence + over
 
 
 def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | None:
@@ -412,7 +431,8 @@ def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | N
         rows = frame[(frame["metric"] == named["metric"]) & (frame["data"] == named["data"])]
         for column in ("site", "variant"):
             rows = rows[rows[column].astype(object).where(rows[column].notna(), "") == named[column]]
-        sides.append(rows[rows["document"].notna() & rows["value"].notna()])
+        rows = rows[rows["document"].notna() & rows["value"].notna()]
+        sides.append(rows.assign(**{c: rows[c].fillna(-1) if c in rows else -1 for c in CELL}))
     a, b = sides
     if (
         named["part"] != ""
@@ -421,10 +441,15 @@ def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | N
         or len({facts(p).get("data") for x in sides for p in x["provenance"].unique()}) > 1
     ):
         return None
-    return paired_seeds(*(x.groupby("document")["value"].mean() for x in (b, a)))
+    means = [x.groupby(["document", *CELL])["value"].mean() for x in (a, b)]
+    shared = pd.concat(means, axis=1, join="inner", keys=["a", "b"]).groupby(level="document").mean()
+    return paired_seeds(shared["b"], shared["a"])
 
 
 def stored_documents(entry: Entry, step: int | None) -> pd.DataFrame:
-    """Return the stored values of single documents of a run at a step; without a step, of all."""
+    """Return the stored values of single documents of a run at a step; without a step, at each measure's last."""
     rows = read_parquet(sorted(Path(entry.path).glob("records/*.samples.parquet")), SAMPLE_COLUMNS)
-    return rows if step is None else rows[rows["step"] == step]
+    if step is None:
+        last = rows.groupby("metric")["step"].transform("max")
+        return rows[rows["step"].isna() | (rows["step"] == last)]
+    return rows[rows["step"] == step]

@@ -106,7 +106,7 @@ def latex_table(frame: pd.DataFrame) -> str:
 def markdown_table(frame: pd.DataFrame) -> str:
     """Return a table as GitHub Markdown, with numbers as in `latex_table`."""
     numeric, rows = _written(frame)
-    rows = [[cell.replace("\\", r"\\").replace("|", r"\|") for cell in row] for row in rows]
+    rows = [[MARKED.sub(r"\\\g<0>", cell) for cell in row] for row in rows]
     rows.insert(1, ["---:" if is_number else "---" for is_number in numeric])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -128,8 +128,11 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+MARKED = re.compile(r"[\\|*<`]|(?<![^\W_])_|_(?![^\W_])")
+"""What Markdown does not print as it stands; an underscore inside a word is printed."""
 LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "±": r"$\pm$",
+    "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "[": "{[}",  # \\ before [ would read an option
     **{c: rf"\{c}" for c in "&%$#_{}"},
 }  # fmt: skip
 

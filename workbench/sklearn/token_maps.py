@@ -185,7 +185,7 @@ def neighbourhood_purity(X: np.ndarray, y: np.ndarray, neighbours: int = NEIGHBO
 
     Returns:
         (purity, chance) in 0..1. Chance is the mean of (n_t - 1) / (n - 1), n_t the vectors of the token. Vectors whose token
-        occurs once do not count; NaN if all are such.
+        occurs once do not count; NaN if all are such. The purity of vectors that are all equal is NaN.
     """
     n = len(y)
     _, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
@@ -197,7 +197,8 @@ def neighbourhood_purity(X: np.ndarray, y: np.ndarray, neighbours: int = NEIGHBO
     if not counted.any():
         return math.nan, math.nan
     purity = same[counted].sum(1) / np.minimum(others, k)[counted]
-    return float(purity.mean()), float((others[counted] / (n - 1)).mean())
+    varies = bool(np.ptp(X, axis=0).any())  # the nearest of equal vectors would be the first ones
+    return float(purity.mean()) if varies else math.nan, float((others[counted] / (n - 1)).mean())
 
 
 def aligned(map_b: TokenMap, map_a: TokenMap, *, neighbours: int = NEIGHBOURS, seed: int = 0) -> TokenMap:
@@ -229,8 +230,8 @@ def aligned(map_b: TokenMap, map_a: TokenMap, *, neighbours: int = NEIGHBOURS, s
     if not all(sizes):
         raise BadData("all points of a map are equal, so it cannot be aligned")
     turn, total = orthogonal_procrustes(b, a)
-    moved = (b @ turn * (total / sizes[1]))[:, : widths[0]] + map_a.vectors.mean(0)
-    points = in_plane(map_a.project, moved)
+    moved = b @ turn * (total / sizes[1])  # around 0, with the dimensions that A lacks
+    points = in_plane(map_a.project, moved[:, : widths[0]] + map_a.vectors.mean(0))
     draw = np.random.default_rng(seed)
     by_chance = [orthogonal_procrustes(draw.permutation(b), a)[1] for _ in range(SHUFFLES)]
     disparity, *others = (max(0.0, 1 - x**2 / (sizes[0] * sizes[1])) for x in (total, *by_chance))

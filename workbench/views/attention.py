@@ -466,7 +466,10 @@ def path(source: Source, link: Link) -> Drawing:
             sources.append(plots.Strand(name=name, size=size, says=f"{size:+.3g}", colour=colour))
         rows = found.frame.to_dict("records")
         for row in rows:
-            row["says"] = f"{found.weight:.3g} × {row['per_weight']:+.3g} = {row['logits']:+.3g}"
+            product = (
+                f"{found.weight:.3g} × {row['per_weight']:+.3g} = " if row["per_weight"] == row["per_weight"] else ""
+            )
+            row["says"] = f"{product}{row['logits']:+.3g}"
             colour = own if row["path"] == "own" else plots.colour(plots.MINUS)
             readers.append(
                 plots.Strand(name=path_in_words(row["path"]), size=row["logits"], says=row["says"], colour=colour)

@@ -179,11 +179,15 @@ GROUPABLE = ("model", "rate", "options", "seed", "state", "trained to step")
 def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Return the mean final loss and its interval over seeds for runs of one experiment that agree in some columns.
 
-    Losses of different experiments are of different data, so they are never averaged. Raises `UnknownName` for another column.
+    Losses of different experiments are of different data, so they are never averaged. A run that stopped before others of its
+    experiment has no final loss, unless `by` tells their steps apart. Raises `UnknownName` for another column.
     """
     for name in by:
         if name not in GROUPABLE:
             raise UnknownName("column that groups runs", name, GROUPABLE)
+    if not {"state", "trained to step"} & set(by):
+        early = table["trained to step"] < table.groupby("group")["trained to step"].transform("max")
+        table = table.assign(**{"final loss": table["final loss"].mask(early.fillna(False).astype(bool))})
     return group_intervals(table, ["experiment", "group", *by], ["final loss"])
 
 
