@@ -118,7 +118,7 @@ def _state(source: Source, link: Link) -> tuple[Any, ...]:
 
 
 def _drawn(view: View, source: Source, link: Link) -> Drawing:
-    if link.page not in FOLLOW_RUNS:
+    if link.page not in FOLLOW_RUNS or link.text("path"):  # files of others change unnoticed
         return view(source, link)
     key, kept = (view.__name__, *_state(source, link)), _drawings()
     if key in kept:

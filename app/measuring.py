@@ -49,6 +49,10 @@ def open_box() -> None:
             widgets.page_link(
                 "start", f"Imported before: {e.name}", ":material/radiology:", a=e.name, set=e.group, show="model"
             )
+        if place.exists():
+            widgets.page_link(
+                "depth", "Its learned depth weights alone", ":material/layers:", weights="1", path=str(place)
+            )
         if place.exists() and not before:
             is_run, path = (place / RUN_FILE).exists(), shlex.quote(str(place))
             st.caption(

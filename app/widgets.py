@@ -143,22 +143,21 @@ def segments(
 
 def choose_many(
     label: str, key: str, options: Sequence[str], default: Sequence[str] | None = None, *,
-    show: Callable[[str], str] = str, clears: Sequence[str] = (),
+    show: Callable[[str], str] = str, clears: Sequence[str] = (), **box: Any,
 ) -> list[str]:  # fmt: skip
-    """Pills over options, mirrored in the URL as `a,b`; by default all are selected."""
+    """Pills over options, or a select box with the settings `box`, mirrored in the URL as `a,b`; by default all are selected."""
     asked = st.query_params.get(key)
     wanted = [o for o in options if asked is not None and o in split_list(asked)]
     if asked and (gone := [name for name in split_list(asked) if name not in options]):
         warn_ignored(label, ", ".join(gone), [show(o) for o in options])
     st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(options if default is None else default)
-    write = ",".join
-    return list(
-        st.pills(
-            label, options, selection_mode="multi", key=f"w_{key}", format_func=show, on_change=_mirror,
-            args=(key, write, clears),
-        )
-        or ()
-    )  # fmt: skip
+    given: Any = {"key": f"w_{key}", "format_func": show, "on_change": _mirror, "args": (key, ",".join, clears)}
+    names = (
+        st.multiselect(label, options, **given, **box)
+        if box
+        else st.pills(label, options, selection_mode="multi", **given)
+    )
+    return list(names or ())
 
 
 def range_slider(label: str, key: str, count: int) -> tuple[int, int]:

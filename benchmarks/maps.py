@@ -4,7 +4,7 @@
 
 float32, 6 layers, width 256, 16 documents of 256 tokens, one thread, interleaved in one process. Reading a matrix may cost `--most` forward
 passes. A map adds neighbours and silhouettes of 1,000 points, which do not depend on the model's depth. Features of heads need two
-passes, and are measured on other tokens each time because records are reused.
+passes, and are measured on other tokens each time because records are reused. Depth weights are read out of a DenseFormer's file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import tempfile
 
 import torch
 from _timing import interleave
+from safetensors.torch import save_file
 
+from workbench.checkpoints.coefficients import read_coefficients
 from workbench.models import build
 from workbench.reports.differences import weight_changes
 from workbench.sklearn import as_matrices, as_matrix, head_features, token_map
@@ -33,7 +36,8 @@ def main() -> int:
     ids = torch.randint(200, (16, SHAPE["n_ctx"]), generator=torch.Generator().manual_seed(0))
     shift = itertools.count()
     a, b = (dict(m.named_parameters()) for m in (model, other))
-    with torch.no_grad():
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        save_file(build("denseformer", SHAPE, seed=0).state_dict(), f"{folder}/model.safetensors")
         timings = interleave(
             {
                 "plain forward": lambda: [model(part) for part in ids.split(8)],
@@ -43,11 +47,12 @@ def main() -> int:
                 "map, LDA": lambda: token_map(model, "v", ids, layer=5, method="lda"),
                 "features of all heads": lambda: head_features(model, ids + next(shift)),
                 "differences of weights": lambda: weight_changes(a, b),
+                "depth weights of a checkpoint": lambda: read_coefficients(folder),
             },
             rounds=options.rounds,
         )
     for name, timing in timings.items():
-        print(f"{name:24} {timing.milliseconds:8.1f} ms {timing.ratio:6.2f} forward passes")
+        print(f"{name:30} {timing.milliseconds:8.1f} ms {timing.ratio:6.2f} forward passes")
     return int(timings["matrix of one layer"].ratio > options.most)
 
 

@@ -19,6 +19,19 @@ def page(browse):
     return browse
 
 
+def test_depth_weights_are_drawn_by_an_address_also_of_files_without_a_run(page, populated, folders):
+    at = page(populated, "depth", metric="importance_entropy", a="text-denseformer-s0", weights="1")
+    drawn = [c.alt for c in charts(at) if "Learned depth weights" in c.alt]
+    assert len(drawn) == 1
+    path = str(populated / "text-denseformer-s0" / "step_000008")
+    at = page(folders["half_written"], "depth", path=path)
+    assert at.text_input(key="w_path").value == path
+    assert len([c for c in charts(at) if "Learned depth weights" in c.alt]) == 1
+    at = page(populated, "depth", a="text-transformer-s0", weights="1")
+    assert "has no learned depth weights" in said(at)
+    assert len(charts(at)) > 0, "the measures are drawn"
+
+
 # ---- every page on every folder ----
 
 

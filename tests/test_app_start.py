@@ -8,12 +8,15 @@ import shutil
 import dashboard
 import pandas as pd
 import pytest
-from app_pages import charts
+from app_pages import address, charts
 
 from app.widgets import number_columns
 from workbench.claims.all_verdicts import judge_all
+from workbench.errors import WorkbenchError
 from workbench.runs.records import load_records
+from workbench.views import Link, Source
 from workbench.views.base import ONE_SEED
+from workbench.views.run_groups import grouped, runs_table
 
 SHOWN = {
     "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",),
@@ -74,6 +77,34 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     assert list(table["model"]) == ["SVFormer", "Transformer"]
     assert list(table["seed 0"]) == ["step 5", "step 12"]
     assert "No sink formed" in said(at)
+
+
+def test_an_address_opens_the_table_of_grouped_runs_and_the_box_writes_it(page, populated):
+    at = page(populated, show="here", group="model,seed")
+    assert at.multiselect(key="w_group").value == ["model", "seed"]
+    assert len(charts(at)) == 1
+    assert {"model", "seed", "runs", "final loss, seeds"} <= set(at.dataframe[0].value)
+    dashboard.settled(at.multiselect(key="w_group").set_value(["model"]).run())
+    assert address(at, "group") == "model"
+    assert "seed" not in at.dataframe[0].value
+    assert "which does not exist; it was ignored" in said(page(populated, show="here", group="models"))
+
+
+def test_groups_of_runs_are_drawn_with_the_interval_over_their_seeds(populated):
+    source = Source(populated)
+    with pytest.raises(WorkbenchError, match="drawn with group=model"):
+        grouped(source, Link("start", {"show": "here"}))
+    drawing = grouped(
+        source,
+        Link("start", {"show": "here", "group": "model", "set": source.catalogue().entry("text-resformer-s0").group}),
+    )
+    runs = runs_table(source)
+    losses = runs.loc[runs["run"].isin(["text-resformer-s0", "text-resformer-s1"]), "final loss"]
+    place = list(drawing.figure.data[0].y).index("ResFormer")
+    assert drawing.figure.data[0].x[place] == pytest.approx(losses.mean())
+    half = 12.7062 * losses.std() / 2**0.5  # Student's t of one degree of freedom
+    assert drawing.figure.data[0].error_x.array[place] == pytest.approx(half, rel=1e-4)
+    assert set(drawing.table["set"]) == set(runs["group"])
 
 
 def test_a_badge_of_two_models_is_absent_where_all_runs_are_shown(page, populated):

@@ -17,6 +17,8 @@ from workbench.environment import BUILDERS
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
 from workbench.runs.importing import import_run
 from workbench.runs.run import Run
+from workbench.views import Link, Source
+from workbench.views.depth_weights import depth_weights
 
 CODE = """
 import strangers
@@ -84,6 +86,15 @@ def test_a_run_of_own_code_computes_what_the_module_does_and_is_recognised(mine,
     torch.testing.assert_close(workbench.load(mine.step_folder(9)).everywhere(IDS), module(IDS)[0], atol=0, rtol=0)
     found = workbench.measure(mine, ["loss", "importance_entropy"], IDS, steps="all")
     assert set(found["step"]) == {3, 9}
+
+
+def test_depth_weights_of_an_observed_module_are_those_that_are_fitted(mine, monkeypatch):
+    monkeypatch.setenv(BUILDERS, "own_code:build")
+    drawing = depth_weights(Source(mine.path.parent), Link("depth", {"weights": "1"}))
+    assert "Fitted to the activations" in drawing.sentence
+    values = drawing.table.set_index(["layer", "part"])["value"]
+    assert values[1, "first"] == pytest.approx(0.4, abs=1e-5)
+    assert values[2, "own"] == pytest.approx(0.6, abs=1e-5)
 
 
 def test_a_name_in_a_file_runs_nothing(mine, code, tmp_path, monkeypatch):

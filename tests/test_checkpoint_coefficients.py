@@ -5,15 +5,38 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_extremes import check
 
 from workbench.checkpoints.coefficients import read_coefficients
-from workbench.errors import BadCheckpoint
+from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.models import build
+from workbench.views import Link, Source
+from workbench.views.depth_weights import depth_weights
 
 CONFIG = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 64, "d_vocab": 61, "n_ctx": 64}
+
+
+def drawn(folder, **options):
+    """The drawing of a link, whose figure must have the numbers of its table and no others."""
+    drawing = depth_weights(Source(folder), Link("depth", {key: str(value) for key, value in options.items()}))
+    check(drawing.figure)
+    marks = [t for t in drawing.figure.data if t.type == "heatmap" or "markers" in t.mode]
+    values = np.concatenate([np.ravel(t.z if t.type == "heatmap" else t.y).astype(float) for t in marks])
+    without_layer = (
+        drawing.table["quantity"].isin(drawing.table.dropna(subset="layer")["quantity"]) & drawing.table["layer"].isna()
+    )
+    assert sorted(values[~np.isnan(values)]) == pytest.approx(sorted(drawing.table.loc[~without_layer, "value"]))
+    return drawing
+
+
+def assert_drawn(path):
+    """The view of a path has the numbers of the command."""
+    table = drawn(path.parent, path=path).table
+    assert table[["quantity", "layer", "part", "value", "tensor"]].equals(read_coefficients(path).frame)
 
 
 @pytest.fixture
@@ -60,6 +83,7 @@ def test_attention_residuals_are_read_out_of_shards_through_the_index(kimi):
         "the embedding is not read, and the shard of the experts is not there"
     )
     assert "blocks of 2 layers" in result.notes[0]
+    assert_drawn(folder)
 
 
 def test_a_url_gives_the_same_numbers_from_ranges_of_bytes(kimi):
@@ -111,6 +135,7 @@ def test_nanochat_and_modded_nanogpt_in_their_own_files(tmp_path):
     assert numbers(result.frame, quantity="x0_lambdas", layer=0) == [0.5]
     assert numbers(result.frame, quantity="ve_gate, norm", layer=1) == [5.0, 2.0]
     assert numbers(result.frame, quantity="backout_lambda") == [0.25]
+    assert_drawn(path)
 
     path = tmp_path / "state_step000100.pt"
     weights = {
@@ -125,6 +150,7 @@ def test_nanochat_and_modded_nanogpt_in_their_own_files(tmp_path):
     assert numbers(result.frame, quantity="lambdas", part="embedding") == [0.5]
     assert numbers(result.frame, quantity="resid_lambdas", layer=1, part="MLP") == [4.0]
     assert "numbered, not named" in result.notes[0]
+    assert_drawn(path)
 
     weights = {  # of two streams: [layer, sublayer, stream]; names that a later version may have
         "post_lambdas": torch.arange(8.0).view(2, 2, 2), "scalars": torch.zeros(2), "mudd_b2": torch.zeros(2, 3),
@@ -151,6 +177,7 @@ def test_our_numbers_are_those_of_the_model(architecture, tmp_path):
     (part,) = (p for p in model.shortcuts if p.coefficients())
     expected = [x for row in part.coefficients().values() for x in row if x == x]
     assert sorted(result.frame["value"]) == pytest.approx(sorted(expected))
+    assert_drawn(tmp_path)
     if architecture == "resformer_learnable":
         assert numbers(result.frame, quantity="first", layer=2) == [pytest.approx(part.coefficients()["lambda_v1"][2])]
 
@@ -165,6 +192,7 @@ def test_our_attention_residuals(tmp_path):
     result = read_coefficients(tmp_path)
     assert numbers(result.frame, layer=1, part="MLP") == [pytest.approx(32**0.5)]
     assert result.frame["part"].tolist()[-1] == "output"
+    assert_drawn(tmp_path)
     assert not result.notes
     both = build("resformer_learnable+attention_residuals", CONFIG, seed=0)
     save_file(both.state_dict(), tmp_path / "model.safetensors")
@@ -181,3 +209,32 @@ def test_other_names_are_refused_with_the_names_that_are_there(tmp_path):
     save_file({"blocks.0.lambdas": torch.zeros(2048, 2048)}, Path(tmp_path) / "model.safetensors")
     with pytest.raises(BadCheckpoint, match="which is no depth weight"):
         read_coefficients(tmp_path)
+
+
+def test_a_link_draws_the_weights_of_two_models_beside_those_at_random_init(populated):
+    both = {"weights": 1, "a": "text-denseformer-s0", "compare": 1, "b": "text-denseformer-s0", "step_b": 8}
+    table = drawn(populated, **both).table
+    a, b = (
+        read_coefficients(populated / "text-denseformer-s0" / f"step_{step:06d}").frame["value"] for step in (20, 8)
+    )
+    assert table["value"].tolist() == [*a, *b, *(a - b)]
+    one = drawn(populated, weights=1, a="text-denseformer-s0")
+    first = read_coefficients(populated / "text-denseformer-s0" / "step_000000").frame["value"]
+    assert one.table["init"].tolist() == first.tolist()
+    with pytest.raises(WorkbenchError, match="drawn with weights=1"):
+        depth_weights(Source(populated), Link("depth"))
+    with pytest.raises(WorkbenchError, match="Transformer · s0, step 20 has no learned depth weights"):
+        drawn(populated, weights=1, a="text-transformer-s0")
+
+
+@pytest.mark.parametrize("path", ["hf://moonshotai/Kimi-K3", "memory://kimi"])
+def test_a_link_fetches_nothing(populated, path, monkeypatch):
+    monkeypatch.setattr("workbench.views.depth_weights.read_coefficients", lambda path: pytest.fail("it was read"))
+    with pytest.raises(WorkbenchError, match=f"a page fetches nothing. In a terminal: workbench coefficients {path}"):
+        drawn(populated, path=path)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/nowhere", "\0", "~no such user/x", "/proc/self/mem", "a" * 5000])
+def test_a_path_of_a_link_that_is_no_checkpoint_is_refused(populated, path):
+    with pytest.raises(WorkbenchError):
+        drawn(populated, path=path)

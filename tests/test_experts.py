@@ -10,10 +10,14 @@ import transformers
 from foreign import hugging_face
 from observed import see
 from prompt_ids import some_ids
+from test_extremes import check
 
 import workbench
-from workbench.errors import WorkbenchError
+from workbench.checkpoints.transformers_modules import quiet
+from workbench.errors import ObservedInstead, WorkbenchError
 from workbench.metrics.experts import expert_load, first_token_experts, router_entropy
+from workbench.runs.importing import import_run
+from workbench.views import Link, Source, drawings
 
 SIX = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES = {  # options, router, its scores, whether they are divided by their sum, a factor, number of groups and of the best groups
@@ -157,5 +161,78 @@ def test_sinks_elsewhere_are_compared_with_the_tokens_on_which_no_head_rests():
     rest = {"received": two.sum(2), "row_max": two.amax(-1), "positions": "found"}
     assert first_token_experts(weights, **rest).item() == pytest.approx(1 / 2)  # one of two in each of 15 tokens
     assert first_token_experts(weights).item() == pytest.approx((13 + 0.5) / 15)  # the first token
+    between = first_token_experts(
+        weights, **rest, between_later=True
+    )  # 14 of 15 take the same two, in pairs with 13 of 14 others
+    assert between.item() == pytest.approx(14 * 13 / (15 * 14))
     none = dict(rest, received=two[:, 1:].sum(2), row_max=two[:, 1:].amax(-1))
-    assert first_token_experts(weights, **none).isnan().all(), "no head rests on a token"
+    for between_later in (False, True):
+        value = first_token_experts(weights, **none, between_later=between_later)
+        assert value.isnan().all(), "no head rests on a token: no share and no baseline"
+
+
+SINK, PLACE = 1, 5  # a token id on which heads rest, and its place in each document
+
+
+@pytest.fixture
+def sunk(tmp_path):
+    """An imported Mixtral whose heads rest on a token that is not first, and documents with it."""
+    foreign, *_ = observed_experts("Mixtral")
+    with torch.no_grad():
+        foreign.model.embed_tokens.weight[:, :2] = torch.tensor([3.0, 0.0])
+        foreign.model.embed_tokens.weight[SINK, 1] = 3.0
+        for layer in foreign.model.layers:
+            for projection, column in ((layer.self_attn.q_proj, 0), (layer.self_attn.k_proj, 1)):
+                projection.weight.zero_()[3::8, column] = 1.0  # the channel of each head that rotates least
+    with quiet():
+        foreign.save_pretrained(tmp_path / "moe")
+    with pytest.warns(ObservedInstead):
+        run = import_run(tmp_path / "moe", tmp_path / "runs", name="moe")
+    ids = torch.randint(2, 61, (4, 32), generator=torch.Generator().manual_seed(0))
+    ids[:, PLACE] = SINK
+    return run, ids
+
+
+def test_views_draw_routers_beside_their_baselines(sunk):
+    run, ids = sunk
+    metrics, link = ["expert_load", "router_entropy", "first_token_experts"], "depth?metric=router_entropy"
+    workbench.measure(run, metrics, ids)
+    source = Source(run.path.parent)
+    load, first = (dict(drawings(source, Link.parse(link), only))[only] for only in ("experts", "routers"))
+    assert "--positions found" in first.sentence
+    workbench.measure(run, "first_token_experts", ids, positions="found")  # which leaves the first position's records
+    ((_, both),) = drawings(Source(run.path.parent), Link.parse(link), "routers")
+    assert not both.sentence
+    assert both.table["measure"].nunique() == 3
+    check(load.figure)
+    check(both.figure)
+    _, cache = run.load().run_with_cache(ids)
+    for layer in (0, 1):
+        taken = cache["expert_weights", layer, "mlp"].ne(0).double()  # [document, pos, expert], two of six
+        grid = load.figure.data[0]
+        assert grid.z[layer] == pytest.approx((taken.mean((0, 1)) * 3).numpy())
+        shared = taken @ taken.mT / 2  # of two tokens
+        values = {}
+        for name, place in (("first token", 0), ("found sinks", PLACE)):
+            rest = [p for p in range(32) if p != place]
+            pairs = shared[:, rest][:, :, rest].sum((1, 2)) - 31  # each with all others
+            values[f"experts shared with {'the ' * (place == 0)}{name}"] = (
+                shared[:, place, rest].mean(),
+                (pairs / (31 * 30)).mean(),
+            )
+        scores = cache["router_scores", layer, "mlp"].double()
+        entropy = -(scores * scores.log()).sum(-1).mean() / math.log(6)
+        values["router entropy (share of ln E)"] = entropy, 1.0
+        rows = both.table[both.table["layer"] == layer].set_index("measure")
+        for name, (value, chance) in values.items():
+            assert rows.loc[name, ["value", "chance"]].tolist() == pytest.approx(
+                [float(value), float(chance)], abs=1e-6
+            ), name
+            drawn = [t for t in both.figure.data if t.xaxis == _axis(both, name)]
+            assert [t.y[layer] for t in drawn] == pytest.approx([float(value), float(chance)], abs=1e-6)
+
+
+def _axis(drawing, title):
+    """The horizontal axis of the panel with this title."""
+    place = [a.text for a in drawing.figure.layout.annotations].index(title)
+    return f"x{place + 1 if place else ''}"

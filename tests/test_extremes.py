@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from workbench import plots
+from workbench.plots.maps import separation_figure
 from workbench.plots.style import values_by_axis
 from workbench.runs.records import provenance, records
 
@@ -106,3 +108,12 @@ def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
     figure = plots.grids([("a", plots.Grid(values, rows, columns, "nats", "layer", "token", texts))], "Map")
     check(figure)
     assert figure.layout.height >= 14 * len(rows), "the words of neighbouring rows overlap"
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0] * 48, [-0.2, np.nan, 0.9], [0.5, 0.5 + 1e-9]])
+def test_lines_by_layer_beside_their_chance_show_all_that_they_draw(values):
+    layers = range(len(values))
+    table = pd.DataFrame(
+        {"architecture": "transformer", "measure": "share", "layer": layers, "value": values, "chance": 1.0}
+    )
+    check(separation_figure(table, "Lines", ""))

@@ -80,6 +80,13 @@ def test_of_a_run_the_newest_version_of_a_metric_is_shown_whatever_weights_and_d
     assert shown(tmp_path) == {2.0}
 
 
+def test_records_of_found_positions_and_of_the_first_one_stay_beside_each_other(tmp_path):
+    store = Store(tmp_path / "records")
+    for value, variant in ((1.0, None), (2.0, "found"), (3.0, "later_found"), (4.0, None)):
+        store.put("w", "d", versioned("m", 1, value).assign(variant=variant), NOTHING)
+    assert shown(tmp_path) == {3.0, 4.0}, "each replaces its own"
+
+
 def test_an_older_program_leaves_newer_rows_alone(tmp_path):
     store = Store(tmp_path / "records")
     store.put("w", "d", versioned("m", 2, 2.0), NOTHING)

@@ -90,7 +90,8 @@ def test_finer_parts_sum_to_coarser_ones(awake):
     assert paths.loc["embed", ["L1H2.own", "L1H2.first"]].sum() == pytest.approx(heads.loc["embed", "L1H2"], abs=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["resformer", "gqa"])
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("architecture", [*PAPER, "gqa", "sink_logit"])
 def test_the_sink_is_the_mean_over_queries_of_single_scores(awake, architecture):
     model, ids = awake(architecture), torch.cat([some_ids(7), some_ids(7, seed=1)])
     scores, scale = scores_of(model, ids, 1)
@@ -155,7 +156,11 @@ def test_a_sink_logit_is_noted(awake):
 def paths_and_head(model, ids):
     """Paths of all keys of one query through head 1.2, and the head's rows of the logit attribution."""
     frame = logit_attribution(model, ids, 7, 5).frame.query("level == 'value_path' and layer == 1 and head == 2")
-    return [token_path(model, ids, 1, 2, 7, key, 5) for key in range(8)], frame.set_index("path")["value"]
+    paths = [token_path(model, ids, 1, 2, 7, key, 5) for key in range(8)]
+    for path in paths:
+        known = path.frame.dropna(subset="per_weight")  # parts that are a multiple of the weight
+        assert known["logits"].to_numpy() == pytest.approx((path.weight * known["per_weight"]).to_numpy(), abs=1e-6)
+    return paths, frame.set_index("path")["value"]
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "resformer", "neutreno", "gated_attention", "cross_layer"])
@@ -232,6 +237,10 @@ def test_parts_sum_to_the_score_of_observed_decoders(family):
     assert result.score == pytest.approx(float(scores[3, 9, 4]), abs=tight)
     assert result.error < tight
     assert bool(result.position) == (family == "Bloom")
+    for against, other in ((1, scores[3, 9, 1]), ("others", scores[3, 9, [j for j in range(10) if j != 4]].mean())):
+        contrast = score_attribution(model, ids, 1, 3, 9, 4, against=against)
+        assert contrast.score == pytest.approx(float(scores[3, 9, 4] - other), abs=2 * tight)
+        assert contrast.error < 2 * tight
     finer = score_attribution(model, ids, 1, 3, 9, 4, by="value_path")
     attention = [label for label in finer.matrix.columns if label.startswith(("L0", "0_attn"))]
     assert finer.keys[attention].sum() == pytest.approx(result.keys["0_attn_out"], abs=tight)
@@ -241,6 +250,7 @@ def test_parts_sum_to_the_score_of_observed_decoders(family):
     sink = sink_attribution(model, ids, 1)[2]
     contrast = [scores[2, i, 0] - scores[2, i, 1 : i + 1].mean() for i in range(1, 11)]
     assert sink.score == pytest.approx(float(torch.stack(contrast).mean()), abs=tight)
+    assert sink.error < tight
 
 
 @pytest.mark.parametrize("name", ["in place", "looped", "averaged", "inline"])
@@ -298,8 +308,10 @@ def test_a_soft_cap_a_window_and_a_sink_logit_leave_the_score_a_sum(family, laye
     assert sink.score == pytest.approx(float(torch.stack(expected).mean()), abs=1e-4)
 
 
-def test_the_mean_of_the_others_is_worked_by_hand(awake):
-    model, ids = awake("resformer"), some_ids()
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("architecture", PAPER)
+def test_the_mean_of_the_others_is_that_of_the_scores(awake, architecture):
+    model, ids = awake(architecture), some_ids()
     scores, scale = scores_of(model, ids, 2)
     result = score_attribution(model, ids, 2, 3, 4, 1, against="others", by="head")
     expected = scores[0, 3, 4, 1] - scores[0, 3, 4, [0, 2, 3, 4]].mean()

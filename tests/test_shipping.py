@@ -32,7 +32,7 @@ from workbench.studies.shipping import ship
 from workbench.studies.study_file import read_study
 from workbench.training.loop import train
 from workbench.views import Link, Source, source
-from workbench.views.start import runs_table
+from workbench.views.run_groups import runs_table
 
 STUDY = """
 question = "When does the sink form?"

@@ -179,6 +179,24 @@ def test_umap_is_optional(monkeypatch):
         token_map(model_of("transformer"), "v", TOKENS, layer=0, method="umap")
 
 
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("name", [*FIVE, *FAMILIES])
+def test_a_map_of_a_model_is_scikit_learns_and_its_share_is_the_measures(name):
+    model = model_of(name) if name in FIVE else workbench.observe(family_model(name), IDS, quiet=True)
+    X, y = as_matrix(model, "v", TOKENS, layer=1)
+    drawn = token_map(model, "v", TOKENS, layer=1)
+    rows = drawn.documents * TOKENS.shape[1] + drawn.positions
+    assert np.array_equal(drawn.tokens, y[rows])
+    expected = PCA(2, svd_solver="full").fit_transform(X.astype(np.float64))[rows]
+    sign = np.sign((drawn.points * expected).sum(0))
+    assert drawn.points == pytest.approx(sign * expected, abs=1e-4 * np.abs(expected).max())
+    numbers = drawn.numbers.query("space == 'all dimensions'").set_index("measure")["value"]
+    assert numbers["silhouette"] == pytest.approx(silhouette_score(X[rows], y[rows]), abs=1e-5)
+    measured = workbench.measure(model, "token_identity_share", TOKENS, sites={"token_identity_share": ("v",)})
+    measured = measured[(measured["layer"] == 1) & measured["control"].isna() & measured["variant"].isna()]["value"]
+    assert numbers["token identity share"] == pytest.approx(measured.item(), abs=1e-5)
+
+
 def test_probes_are_those_of_the_measures():
     rng = np.random.default_rng(0)
     y = rng.integers(5, size=500)

@@ -14,7 +14,7 @@ from workbench.errors import WorkbenchError
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.multiple_testing import holm, holm_factors
 from workbench.statistics.scaling import saved_share
-from workbench.views import Link, depth, start
+from workbench.views import Link, depth, run_groups, start
 from workbench.views.source import RunAtStep, prompt_notes
 from workbench.views.writing import caption_of
 
@@ -138,7 +138,7 @@ def test_a_verdict_leads_to_its_runs_with_their_values(source):
 
 
 def test_the_table_of_runs_has_losses_rates_and_seeds(source):
-    table = start.runs_table(source).set_index("run")
+    table = run_groups.runs_table(source).set_index("run")
     row = table.loc["text-resformer-s0"]
     assert (row["rate"], row["seeds"]) == (1e-3, 2)
     assert row["final loss"] == pytest.approx(4.0 - 1.0 - 0.05 * 8)

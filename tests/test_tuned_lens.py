@@ -54,6 +54,25 @@ def test_two_by_two_by_hand():
     assert moments.solve(1.0)[0][0].numpy() == pytest.approx(np.array([[0.5, 1.5], [1.5, 0.5]]), abs=1e-6)
 
 
+def assert_ridge(model, lens, ids):
+    """The map of layer 1 is the ridge regression of the model's streams, in float64 by numpy: the minimum of
+
+    mean w |y - x - D x - b|^2 + r |D|^2 with w = 1 / mean(y^2), of each position, and r the ridge times the channels' mean variance.
+    """
+    _, cache = model.run_with_cache(ids)
+    last = model.config.n_layers - 1
+    x, y = (
+        cache[f"blocks.{n}.hook_resid_{at}"].flatten(0, 1).double().numpy() for n, at in ((1, "pre"), (last, "post"))
+    )
+    w = 1 / np.square(y).mean(1)
+    x, y = (each - np.average(each, axis=0, weights=w) for each in (x, y))
+    inner, outer = (x.T @ (w[:, None] * other) / w.sum() for other in (x, y - x))
+    size = lens.fitted_on["ridge"] * np.diag(inner).mean()
+    expected = np.eye(len(inner)) + np.linalg.solve(inner + size * np.eye(len(inner)), outer).T
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(lens.maps[1].numpy() / scale, expected / scale, atol=1e-4)
+
+
 def test_a_known_map_of_a_handmade_model_is_recovered(tiny):
     """The last block adds nothing and the first has a known affine map in its place, so both maps are known."""
     model = tiny(config={"n_layers": 2, "n_heads": 1, "d_model": 8}, dtype=torch.float64)
@@ -79,6 +98,7 @@ def test_a_known_map_of_a_handmade_model_is_recovered(tiny):
 def test_the_last_row_is_the_output_and_earlier_rows_are_nearer_than_the_frequencies(awake, architecture):
     model = awake(architecture)
     lens = fit_tuned_lens(model, documents(48), held_out=documents(4, seed=1), batch=48)
+    assert_ridge(model, lens, documents(48))
     assert torch.equal(lens.maps[-1], torch.eye(model.config.d_model))
     rows = lens.held_out.set_index(["layer", "lens"])
     last = model.config.n_layers
@@ -149,7 +169,8 @@ def test_observed_decoders_have_a_tuned_lens(family):
     kind = getattr(transformers, f"{family}ForCausalLM", None) or transformers.GPT2LMHeadModel
     changes = {"head_dim": 8, "pad_token_id": None} if family in ("Qwen3", "Gemma2") else {}
     model = see(hugging_face(kind, getattr(transformers, f"{family}Config"), **changes), documents(2, 12))
-    lens = fit_tuned_lens(model, documents(24), ridge=1e-2, batch=24)
+    lens = fit_tuned_lens(model, documents(24), held_out=documents(4, seed=1), ridge=1e-2, batch=24)
+    assert_ridge(model, lens, documents(24))
     rows = lens.held_out.set_index(["layer", "lens"])
     last = model.config.n_layers
     assert rows.loc[(last, "tuned"), "kl"] == pytest.approx(0, abs=1e-6)

@@ -255,6 +255,7 @@ def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
     link = Link.parse("depth?metric=sink_mass&a=text-resformer-s0&compare=1")
     page, reasons = write(ask, link, tmp_path / "v.html", command="workbench view x")
     assert reasons.pop("behind") == "drawn with behind=1"
+    assert "drawn with weights=1" in reasons.pop("coefficients")
     assert set(reasons) == {"experts", "routers"}, "this model has none"
     assert "workbench view x" in page.read_text()
     table = pd.read_csv(write(ask, link, tmp_path / "v.csv")[0])

@@ -17,7 +17,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models import build
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
-from workbench.views import Link, attention, drawings, heads
+from workbench.views import Link, Source, attention, drawings, heads
 
 SHAPE = {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_mlp": 24, "d_vocab": 64, "n_ctx": 128}
 LAYER, HEAD, TOKEN = 1, 1, 7
@@ -228,3 +228,17 @@ def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path
     table = heads.ranked(source, Link.parse("heads?metric=sink_mass&end=type&models=resformer&find=s0"))
     by_type = [(kind, layer, head) for kind, layer, head in table[["type", "layer", "head"]].itertuples(index=False)]
     assert by_type == [("sink", 0, 0), ("previous token", 1, 0), ("induction", 0, 1), ("other", 1, 1)]
+
+
+def test_parts_of_the_sink_sum_to_the_scores_of_every_checkpoint(populated):
+    source = Source(populated)
+    drawing = heads.sink(source, Link.parse("heads?a=race-svformer-s0&layer=1&head=0"))
+    entry = source.catalogue().entry("race-svformer-s0")
+    assert set(drawing.table["step"]) == set(entry.steps)
+    ids, name = heads.validation_ids(entry, heads.SINK_DOCUMENTS), "blocks.1.attn.hook_attn_scores"
+    for step, rows in drawing.table.groupby("step"):
+        scores = Run.open(entry.path).load(int(step)).run_with_cache(ids, names_filter=[name])[1][name][:, 0].double()
+        contrast = [scores[:, i, 0] - scores[:, i, 1 : i + 1].mean(-1) for i in range(1, ids.shape[1])]
+        expected = float(torch.stack(contrast).mean())
+        sums = rows.groupby("side")["score"].sum()
+        assert sums.to_numpy() == pytest.approx([expected, expected], abs=1e-5 * float(scores.tril().abs().max()))

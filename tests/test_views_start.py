@@ -25,7 +25,7 @@ from workbench.runs.run import Run
 from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
-from workbench.views import Link, Source, finding, start
+from workbench.views import Link, Source, finding, run_groups, start
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -201,7 +201,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
     folder = dashboard.copied(ask.folder, tmp_path / "runs")
     (folder / B / "step_000020" / "config.json").unlink()
     with Run(folder / A).writing():
-        table = start.runs_table(Source(folder)).set_index("run")
+        table = run_groups.runs_table(Source(folder)).set_index("run")
     assert table.loc[A, "state"] == "being written now"
     assert table.loc[B, "state"] == "stopped before step 20"
     assert table.loc[B, "trained to step"] == 8

@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from workbench.places import module
-from workbench.views import Link, depth
+from workbench.views import Link, depth, depth_weights
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -32,6 +32,13 @@ def depth_page(link: Link) -> None:
     with controls():
         if not link.on("compare"):
             link = choose_models(link)
+        weights = widgets.toggle("Learned depth weights", "weights", help="Of model A's checkpoint, or of another one")
+    if weights or (link.text("path") and "weights" not in st.query_params):
+        path = widgets.text_line(
+            "Checkpoint", "path", placeholder="model A; or a folder or file with weights", width=420
+        )
+        show(depth_weights.depth_weights, link.but(weights=1, path=path or None))
+    with controls():
         link, options = _choices(link)
     paired = depth.has_pairs(cached_source(), link, options)
     alone = [depth.experts, depth.routers] if options.metric in depth.ROUTING else [depth.layers]

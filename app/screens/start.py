@@ -15,7 +15,7 @@ from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
 from workbench.statistics.sinks import SINK_MASS
-from workbench.views import Link, Source, finding, pins, start
+from workbench.views import Link, Source, finding, pins, run_groups, start
 from workbench.views.base import ONE_SEED
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
@@ -176,7 +176,7 @@ def _model(link: Link) -> None:
 
 def _runs(link: Link) -> None:
     source = cached_source()
-    catalogue, table = source.catalogue(), start.runs_table(source)
+    catalogue, table = source.catalogue(), run_groups.runs_table(source)
     writing = int((table["state"] == "being written now").sum())
     absent = ", ".join(absent_studies())
     lacking = f"; {absent} are not installed, `workbench data` adds them" if absent else ""
@@ -199,14 +199,15 @@ def _runs(link: Link) -> None:
             _tags_of(asked.name)
     tags = pins.run_tags(source.folder)
     with toolbar("options"):
-        by = st.multiselect("Group by", start.GROUPABLE, key="w_grouping", placeholder="each run", width=320)
+        by = widgets.choose_many("Group by", "group", run_groups.GROUPABLE, (), placeholder="each run", width=320)
+        wanted = set[str]()
         if tags:
             table["tags"] = table["run"].map(tags).fillna("")
             every = sorted({tag for words in tags.values() for tag in words.split()})
             wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
             table = table[[wanted <= {*words.split()} for words in table["tags"]]]
         st.session_state["runs_shown"] = list(table["run"])
-        table = start.grouped_runs(table, by) if by else table
+        table = run_groups.grouped_runs(table, by) if by else table
         with st.popover("Files", icon=":material/download:"):
             widgets.table_buttons(table.drop(columns="group"), "runs")
     event: Any = st.dataframe(
@@ -214,6 +215,7 @@ def _runs(link: Link) -> None:
         key="grouped" if by else "runs",
         on_select="rerun" if by else take_run, selection_mode="multi-row",
         alt="Runs of the folder", column_config=widgets.number_columns(table),
+        column_order=[str(c) for c in table if c not in ("experiment", "group")] + ["experiment"] if by else None,
     )  # fmt: skip
     rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
     if "model" in by and len(rows):
@@ -235,6 +237,8 @@ def _runs(link: Link) -> None:
         st.caption(
             f"±: half of the {confidence()} interval over seeds. Runs of different experiments form different groups."
         )
+        if not wanted:  # the view has the runs of all tags
+            show(run_groups.grouped, link.but(group=",".join(by)))
 
 
 def _tags_of(run: str) -> None:

@@ -80,6 +80,7 @@ def training_page(link: Link) -> None:
             show(training.learned_coefficients, link, about=COEFFICIENTS)
             if not compared:
                 show(training.beside_published_coefficients, link, about=PUBLISHED)
+            widgets.page_link("depth", "Depth weights of one checkpoint", ":material/layers:", weights="1")
         elif shown == "inside":
             show(training.recorded, link, about=INSIDE)
         else:

@@ -11,6 +11,7 @@ Sources of the names: karpathy/nanochat (nanochat/gpt.py), KellerJordan/modded-n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -312,7 +313,11 @@ class _Ranged:
         return self.headers[file]
 
     def _exists(self, file: str) -> bool:
-        return remote(self.url).exists(file) if is_url(self.url) else (Path(self.url) / file).is_file()
+        if is_url(self.url):
+            return remote(self.url).exists(file)
+        with contextlib.suppress(OSError, ValueError):  # a name that is too long, or with a NUL
+            return (Path(self.url) / file).is_file()
+        return False
 
     def _bytes(self, file: str, start: int = 0, end: int | None = None) -> bytes:
         if is_url(self.url):

@@ -78,8 +78,8 @@ def listing(kind: str, runs: Path | None = None) -> tuple[Rows, list[str]]:
 def runs_by(by: list[str], runs: Path | None = None) -> tuple[Rows, list[str]]:
     """Return a row for each group of runs, as the dashboard's table of runs groups them, and notes about runs left out."""
     from workbench.runs.run import runs_folder
+    from workbench.views.run_groups import grouped_runs, runs_table
     from workbench.views.source import Source
-    from workbench.views.start import grouped_runs, runs_table
 
     source = Source(runs_folder(runs))
     rows = grouped_runs(runs_table(source), by).to_dict("records")

@@ -146,7 +146,8 @@ def reductions_of(metric: Metric, tokens: Tensor, sites: Sequence[str] | None = 
     """Return the reductions of a metric: each site (or only `sites`), with its variants, or with controls if it is accumulated."""
     at: Sequence[str | None] = (sites or metric.sites) or (None,)
     if metric.found:
-        return [Reduction(metric, site, "found", None, {"positions": "found"}) for site in at]
+        variants = [("found", {}), *((f"{name}_found", options) for name, options in metric.variants.items())]
+        return [Reduction(metric, site, n, None, {"positions": "found", **o}) for site in at for n, o in variants]
     known, reductions = metric.ahead(tokens) if metric.ahead else {}, []
     for site in at:
         reductions.append(Reduction(metric, site, options=known))

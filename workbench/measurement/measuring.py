@@ -195,7 +195,7 @@ def _find(name: str, positions: str = "first") -> Measure:
         raise WorkbenchError(f"{name} is no measure of sink positions; positions='found' changes {known}")
     least = max(item.min_length, FOUND_LENGTH)
     if isinstance(item, Metric):
-        return replace(item, found=True, variants={}, controls={}, min_length=least)
+        return replace(item, found=True, controls={}, min_length=least)
     function = update_wrapper(partial(item.function, positions=positions), item.function)
     return replace(item, found=True, function=function, min_length=least)
 

@@ -50,7 +50,7 @@ def expert_load(
 @metric(
     unit="share of experts", range="0..1", reading="lower: the first token has its own experts", min_length=3,
     source="overlap of selected experts; baseline: two later tokens, by chance k / E",
-    variants={"later_tokens": {"between_later": True}},
+    variants={"later_tokens": {"between_later": True}}, version=2,
 )  # fmt: skip
 def first_token_experts(
     expert_weights: Float[torch.Tensor, "batch pos expert"],
@@ -65,7 +65,9 @@ def first_token_experts(
     Mean over later tokens of |experts(first) and experts(token)| / k. The baseline `later_tokens` is the same between two different
     later tokens. A value far below it says that the token on which heads rest is routed apart from the others.
     With positions `found`: mean over pairs of a position on which a head of the layer rests (`sink_positions`) and one on which none
-    does. Documents without such a position do not count.
+    does. Its baseline, `later_tokens_found`, is the mean over pairs of two different positions on which no head rests. It is the expected
+    value for equally many random positions of the same document. Documents without a sink, or with fewer than two other positions, do
+    not count in either.
     Caution: a start-of-sequence token is the same in every document, so its experts are too.
     """
     taken = wide(expert_weights).ne(0).to(torch.float64)
@@ -77,6 +79,6 @@ def first_token_experts(
         at = sink_positions(received, row_max).any(1)
     sinks, others = (torch.einsum("bpe,bp->be", taken, x.to(taken)) for x in (at, ~at))  # tokens that take each expert
     number, count = taken.sum(-1).mean(-1), (~at).sum(-1)
-    if between_later:
-        return (others.square().sum(-1) - others.sum(-1)) / (count * (count - 1)) / number
-    return (sinks * others).sum(-1) / (at.sum(-1) * count) / number
+    both = others * (others - 1) if between_later else sinks * others
+    pairs = count * (count - 1 if between_later else at.sum(-1))
+    return (both.sum(-1) / pairs / number).where(at.any(-1) & (count > 1), math.nan)

@@ -227,6 +227,12 @@ def _versions(provenances: pd.Series) -> np.ndarray:
     return np.array([*(int(m[1]) if m else 0 for m in matches), 0], dtype=float)[codes]
 
 
+def _measures(frame: pd.DataFrame) -> pd.Series:
+    """Return the metric of every row, with a mark if it was measured at found positions."""
+    at_found = frame["variant"].astype("str").str.endswith("found")
+    return frame["metric"].astype("str") + np.where(at_found, " found", "")
+
+
 def newest(table: pa.Table) -> pa.Table:
     """Return the rows of every metric's newest version, from all rows of one run."""
     if not {"metric", "provenance"} <= set(table.column_names):
@@ -301,8 +307,8 @@ class Store:
         return stored
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Replace the rows of the same metrics in this or an older version; raises `WorkbenchError` if they cannot be written."""
-        versions = pd.Series(_versions(frame["provenance"])).groupby(frame["metric"].to_numpy()).max()
+        """Replace rows of the same metrics and positions in this or an older version; raises `WorkbenchError` if the folder refuses."""
+        versions = pd.Series(_versions(frame["provenance"])).groupby(_measures(frame).to_numpy()).max()
         try:
             with FileLock(self.folder / ".lock", timeout=60):  # which makes the folder
                 # records last: a measurement counts as done when its records exist, so its samples must exist before
@@ -310,7 +316,7 @@ class Store:
                     path = self._path(weights, data, kind)
                     if path.exists():
                         old = read_parquet([path], columns)
-                        newest_versions = old["metric"].map(versions).astype(float)  # NaN for other metrics
+                        newest_versions = _measures(old).map(versions).astype(float)  # NaN for others
                         old = old[~(_versions(old["provenance"]) <= newest_versions)]
                     else:
                         old = new.iloc[:0]

@@ -17,12 +17,13 @@ from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots.heads import documents
 from workbench.plots.maps import separation_figure
-from workbench.plots.style import plain
+from workbench.plots.style import PANEL, at_least, plain
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence, paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
+from workbench.views import depth_weights  # noqa: F401  (a view of this page)
 from workbench.views.base import ONE_SEED, Drawing, view
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
@@ -458,10 +459,11 @@ def _texts(source: Source, number: Behind) -> dict[int, str]:
 
 ROUTING = ("expert_load", "router_entropy", "first_token_experts")
 LINES = (
-    ("router entropy (share of ln E)", "router_entropy", None), ("experts shared with the first token", "first_token_experts", None),
-    ("experts shared with found sinks", "first_token_experts", "found"),
+    ("router entropy (share of ln E)", "router_entropy", None, None),
+    ("experts shared with the first token", "first_token_experts", None, "later_tokens"),
+    ("experts shared with found sinks", "first_token_experts", "found", "later_tokens_found"),
 )  # fmt: skip
-"""Panels: title, metric and variant."""
+"""Panels: title, metric, variant, and the variant that is its baseline (None: 1, all experts equally likely)."""
 
 
 def _routing_rows(source: Source, link: Link, subject: RunAtStep, metric: str) -> pd.DataFrame:
@@ -483,17 +485,18 @@ def experts(source: Source, link: Link) -> Drawing:
         if rows.empty:
             sentences.append(f"{subject.title} has no load of experts at step {subject.step}.")
             continue
-        cells = rows.pivot_table("value", "layer", "index")
+        cells = rows.pivot_table("value", "layer", "index")  # NaN where a layer has fewer experts
+        largest = float(cells.max().max())
         parts.append((subject.title, plots.Grid(
             cells.to_numpy(), [str(n) for n in cells.index], [str(e) for e in cells.columns], "times the even load", "layer", "expert",
-            span=(0.0, max(2.0, float(cells.to_numpy().max()))),
+            span=(0.0, max(2.0, largest)),
         )))  # fmt: skip
         tables.append(rows.assign(model=subject.title))
         place: Any = cells.stack().idxmax()
         layer, expert = place
         sentences.append(
-            f"{subject.title}: the largest load is {cells.to_numpy().max():.3g} (expert {int(expert)} of layer {int(layer)}), "
-            f"{int((cells == 0).to_numpy().sum())} of {cells.size} experts take no token."
+            f"{subject.title}: the largest load is {largest:.3g} (expert {int(expert)} of layer {int(layer)}), "
+            f"{int((cells == 0).to_numpy().sum())} of {cells.count().sum()} experts take no token."
         )
     if not parts:
         raise WorkbenchError(" ".join(sentences))
@@ -502,7 +505,7 @@ def experts(source: Source, link: Link) -> Drawing:
     figure = plots.grids(
         parts, "Load of the experts", f"{under}; {first['data']}; n = {first['n']} documents of {first['T']} tokens"
     )
-    return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
+    return Drawing(at_least(figure, PANEL * len(parts)), pd.concat(tables, ignore_index=True), " ".join(sentences))
 
 
 @view("depth")
@@ -511,23 +514,20 @@ def routers(source: Source, link: Link) -> Drawing:
     tables, sentences = list[pd.DataFrame](), list[str]()
     for subject in source.subjects(link):
         each = {metric: _routing_rows(source, link, subject, metric) for metric in ROUTING[1:]}
-        overlap = each["first_token_experts"]
-        later = overlap[overlap["variant"] == "later_tokens"].groupby("layer")["value"].mean()
-        for measure, metric, variant in LINES:
-            rows = each[metric]
-            rows = rows[rows["variant"].isna() if variant is None else rows["variant"] == variant]
-            values = rows.groupby("layer")["value"].mean()
-            chance = later.reindex(values.index) if metric == "first_token_experts" else 1.0
-            tables.append(pd.DataFrame({
-                "layer": values.index.astype(int), "value": values.to_numpy(dtype=float), "chance": chance, "measure": measure,
-                "architecture": subject.series, "run": subject.entry.name, "step": subject.step,
-            }))  # fmt: skip
-            if variant and values.empty and len(overlap):
+        for measure, metric, variant, baseline in LINES:
+            values, chance = (
+                of_variant(each[metric], name or PLAIN).groupby("layer")["value"].mean() for name in (variant, baseline)
+            )
+            table = pd.DataFrame({"value": values, "chance": chance if baseline else 1.0}).dropna().astype(float)
+            tables.append(table.rename_axis("layer").reset_index().astype({"layer": int}).assign(
+                measure=measure, architecture=subject.series, run=subject.entry.name, step=subject.step,
+            ))  # fmt: skip
+            if variant and table.empty and len(each[metric]):
                 sentences.append(
                     f"{subject.title}: to compare sinks on any token, workbench measure {subject.entry.path} -m {metric} --positions found."
                 )
     table = pd.concat(tables, ignore_index=True)
     if table.empty:
         raise WorkbenchError(f"no entropy and no shared experts are stored; measure {' and '.join(ROUTING[1:])}")
-    under = "share: of a sink's experts, taken by another token too; dotted: all experts equally likely, or two later tokens"
+    under = "share: of a sink's experts, taken by another token too; dotted: all experts equally likely, or two other tokens"
     return Drawing(separation_figure(table, "Routers by layer", under), table, " ".join(sentences))

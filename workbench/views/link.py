@@ -11,7 +11,7 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
 """Keys of every page: experiment, models A and B with their steps, the models that are drawn, the prompt."""
-SWITCHES = {"alone", "compare", "log", "depth", "behind", "minus"}
+SWITCHES = {"alone", "compare", "log", "depth", "behind", "minus", "weights"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -27,14 +27,17 @@ class PageInfo:
 
 
 PAGES = {
-    "start": PageInfo("Start", "flag", "Main result, one model, runs, verdicts", ("show", "claim", "alone", "when", "left", "right", "at")),
+    "start": PageInfo(
+        "Start", "flag", "Main result, one model, runs, verdicts",
+        ("show", "claim", "alone", "group", "when", "left", "right", "at"),
+    ),
     "training": PageInfo(
         "Training", "trending_down", "Losses, gradients and coefficients over training",
         ("show", "x", "spread", "log", "domain", "smooth", "at", "of", "quantity", "where"),
     ),
     "depth": PageInfo(
         "Depth", "layers", "Any measure over layers",
-        ("metric", "site", "variant", "view", "seed", "spread", "depth", "behind", "order", "minus", "layer", "head"),
+        ("metric", "site", "variant", "view", "seed", "spread", "depth", "behind", "order", "minus", "layer", "head", "weights", "path"),
     ),
     "attention": PageInfo(
         "Attention", "grid_on", "Attention of every head",

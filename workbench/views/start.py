@@ -23,15 +23,16 @@ from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.evidence import TELEMETRY
 from workbench.claims.judging import chosen, claim_figure
 from workbench.claims.verdict import expected_by_chance
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError
 from workbench.files import read_json
 from workbench.models.registry import architecture_label
 from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.intervals import confidence, group_intervals, paired_seeds
+from workbench.statistics.intervals import confidence, paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
+from workbench.views import run_groups  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.finding import HALF_PAGE, check_part
 from workbench.views.link import Link
@@ -125,70 +126,6 @@ def residual(source: Source, link: Link) -> Drawing:
 
 
 XRAY = {"concentration": concentration, "sinks": sinks, "token_share": token_share, "residual": residual}
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-def runs_table(source: Source) -> pd.DataFrame:
-    """A row for each run of the folder, in the catalogue's order."""
-    columns = [
-        "run", "model", "seed", "final loss", "rate", "options", "seeds", "state", "trained to step", "checkpoints", "measures",
-        "experiment", "group",
-    ]  # fmt: skip
-    rows, entries = [], source.listed()
-    seeds: dict[tuple[str, str], set[int]] = {}
-    for e in entries:
-        seeds.setdefault((e.group, e.series), set()).add(e.seed)
-
-    def read() -> tuple[dict[str, float], dict[str, float]]:
-        rows = source.telemetry(entries, ["validation_loss"])
-        rows = rows[rows["control"].isna() & rows["variant"].isna()]
-        last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
-        losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
-        rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.numbers_only)}
-        return losses, rates
-
-    losses, rates = source.keep(("losses and rates", *((e.path, e.stamp) for e in entries)), read)
-    for e in entries:
-        if e.being_written:
-            state = "being written now"
-        elif e.kind == "recorded":
-            state = "recorded"
-        elif e.kind == "log":
-            state = "training log, no weights"
-        elif e.shipped:
-            state = "shipped, read-only"
-        else:
-            state = "finished" if e.finished else f"stopped before step {e.last}"
-        step = e.last if e.shipped or e.kind == "log" else e.steps[-1] if e.steps else None
-        step = None if e.imported and not step else step  # one checkpoint, of unknown training
-        options = ", ".join(f"{name}={value}" for name, value in e.options.items())
-        rows.append((
-            e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,
-            len(seeds[e.group, e.series]), state,
-            step, len(e.steps), len(e.measured), e.title, e.group,
-        ))  # fmt: skip
-    return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
-
-
-GROUPABLE = ("model", "rate", "options", "seed", "state", "trained to step")
-"""Columns of the table of runs by which runs of one experiment can be grouped."""
-
-
-def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return the mean final loss and its interval over seeds for runs of one experiment that agree in some columns.
-
-    Losses of different experiments are of different data, so they are never averaged. A run that stopped before others of its
-    experiment has no final loss, unless `by` tells their steps apart. Raises `UnknownName` for another column.
-    """
-    for name in by:
-        if name not in GROUPABLE:
-            raise UnknownName("column that groups runs", name, GROUPABLE)
-    if not {"state", "trained to step"} & set(by):
-        early = table["trained to step"] < table.groupby("group")["trained to step"].transform("max")
-        table = table.assign(**{"final loss": table["final loss"].mask(early.fillna(False).astype(bool))})
-    return group_intervals(table, ["experiment", "group", *by], ["final loss"])
 
 
 # ---- verdicts on claims ----------------------------------------------------------------------------------------------
