@@ -133,7 +133,7 @@ def conclude(analysis: Analysis, name: str, numbers: pd.DataFrame, out: Path) ->
             f"Claim: {j.claim.text}",
             f"  Published: {j.claim.published}.",
             f"  Would refute it: {j.claim.refutes}.",
-            f"  Here: {j.verdict.words}. {j.verdict.sentence}",
+            f"  Here: {j.verdict.words}. {j.verdict.details}",
             f"  Runs: {len(j.verdict.runs)}{f' ({j.verdict.setting})' if j.verdict.runs else ''}.",
         ]
     lines += [f"Left out: {run}: {why}" for run, why in analysis.problems.items()]

@@ -143,10 +143,11 @@ def _show_progress(key: Any, task: BackgroundTask) -> None:
     if task.future.done():
         st.rerun()
     share = task.done / task.total if task.total else 0.0
-    left, right = st.columns([5, 1], vertical_alignment="center")
+    box = st.container(key=f"work_{abs(hash(key))}")  # page.css: never faded
+    left, right = box.columns([5, 1], vertical_alignment="center")
     left.progress(min(1.0, share), text=task.words())
     right.button("Cancel", key=f"cancel_{abs(hash(key))}", on_click=cancel, width="stretch")
     if task.parts:
-        st.caption("Done so far, before the correction for the number of claims:")
+        box.caption("Done so far, before the correction for the number of claims:")
         table = pd.DataFrame(task.parts[::-1], columns=["claim", "verdict"])
-        st.dataframe(table, hide_index=True, alt="Claims judged so far")
+        box.dataframe(table, hide_index=True, alt="Claims judged so far")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -29,9 +30,15 @@ MAX_MODELS, MANY = 2, 20  # models in memory; runs whose reading takes long enou
 
 def root() -> Path:
     """The folder of runs: `--runs DIR` after `--`, else the environment's, else ./runs."""
+    return runs_folder(_runs_option(tuple(sys.argv[1:])))
+
+
+@functools.cache  # a page asks a dozen times
+def _runs_option(arguments: tuple[str, ...]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--runs")
-    return runs_folder(parser.parse_known_args(sys.argv[1:])[0].runs)
+    runs: str | None = parser.parse_known_args(arguments)[0].runs
+    return runs
 
 
 def cached_source() -> Source:

@@ -85,24 +85,26 @@ def offer_weights(link: Link) -> None:
 
 def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) -> str:
     source = cached_source()
-    groups = dict(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])))
+    shipped = {group: runs[0].shipped for group, runs in groups.items()}  # listed below those of the folder
+    groups = dict(sorted(groups.items(), key=lambda item: (shipped[item[0]], -len(item[1]), item[0])))
     asked = st.query_params.get("a")
     of_a = next((e.group for e in source.catalogue().entries if e.name == asked), None)
     default = default or (of_a if of_a and "set" not in st.query_params else source.group(Link(page))[0].group)
     known = tuple((name, runs[0].path, runs[0].stamp) for name, runs in groups.items())
-    apart = source.keep(("told apart", known), lambda: differing_settings(groups))
+    parts = [{group: groups[group] for group in groups if shipped[group] == part} for part in (False, True)]
+    apart = source.keep(("told apart", known), lambda: differing_settings(parts[0]) | differing_settings(parts[1]))
     names, shapes = {}, {}
     for group, runs in groups.items():
         shapes[group] = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
         imported = ", ".join(e.name for e in runs[:2]) + (" …" if len(runs) > 2 else "") if runs[0].imported else ""
         names[group] = imported or CONTENT.get(runs[0].kind, runs[0].kind)
-    alike = Counter((names[group], shapes[group]) for group in groups)
+    alike = Counter((names[group], shapes[group], shipped[group]) for group in groups)
 
     def words(group: str) -> str:
         """The content, the shape, what differs from others of both, and the counts; then the study."""
         runs, folder = groups[group], Path(groups[group][0].path).parent
         counts = {"model": len({e.series for e in runs}), "seed": len({e.seed for e in runs})}
-        more = apart[group] if alike[names[group], shapes[group]] > 1 else ""
+        more = apart[group] if alike[names[group], shapes[group], shipped[group]] > 1 else ""
         parts = (names[group], shapes[group], more, *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()))
         return ", ".join(filter(None, parts)) + (f" ({folder.name})" if is_study(folder) else "")
 
@@ -113,8 +115,11 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     title = groups[group][0].title
     more = [part for part in apart[group].split(", ") if part and part not in title]
     kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
-    shipped = all(e.shipped for e in groups[group]) and "Shipped with the project: records, no weights."
-    absent = shipped or kinds.get(groups[group][0].kind, "No checkpoint yet.")
+    absent = (
+        "Shipped with the project: records, no weights."
+        if shipped[group]
+        else kinds.get(groups[group][0].kind, "No checkpoint yet.")
+    )
     with st.sidebar:
         st.caption(widgets.escaped(", ".join([title, *more])))
         if not any(e.steps for e in groups[group]):
@@ -149,7 +154,10 @@ def _model(
     steps = list(entries[name].steps)
     led = link.whole(follow) if follow else None
     default_step = led if led in steps else steps[-1]
-    step = widgets.choose(f"Step of {words[-1]}", step_key, steps, default_step, slider=True, width=STEP_PX)
+    show_step = lambda step: str(step) if entries[name].at_step(step) else "unknown"  # noqa: E731
+    step = widgets.choose(
+        f"Step of {words[-1]}", step_key, steps, default_step, show=show_step, slider=True, width=STEP_PX
+    )
     return link.but(**{key: name, step_key: step})
 
 

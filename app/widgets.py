@@ -206,9 +206,10 @@ def warn_of_unknown_keys() -> None:
         st.info("The link has unknown options; they were ignored.", icon=":material/link_off:")
 
 
-def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None, **changes: str) -> None:
-    """A link to a page that keeps the selection, with some options changed."""
+def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None, **changes: str | None) -> None:
+    """A link to a page that keeps the selection, with some options changed, or left out if None."""
     carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
+    carried = {key: value for key, value in carried.items() if value is not None}
     carried |= {SAME_PAGE: "1"} if page == st.session_state.get("page") else {}
     st.page_link(target or f"screens/{page}.py", label=label, icon=icon, query_params=carried)
 

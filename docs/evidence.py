@@ -120,7 +120,7 @@ def page(of: Mapping[str, Verdict]) -> str:
         if sections := [_claim(name, of[name]) for name in names if of[name].status != "not_checkable"]:
             parts += [f"\n## {text}\n", *sections]
     parts.append("\n## Not checkable with these runs\n\n")
-    parts += [f"- {name}: {v.sentence}\n" for name, v in of.items() if v.status == "not_checkable"]
+    parts += [f"- {name}: {v.details}\n" for name, v in of.items() if v.status == "not_checkable"]
     return "".join([*parts, "\n## Studies\n\n", _studies()])
 
 
@@ -204,7 +204,7 @@ def _claim(name: str, verdict: Verdict) -> str:
     rows = [row for row in verdict.table.head(SHOWN).to_dict("records") if _number(row)]
     results = "".join(f"- {_number(row)}, {row['n']:.0f} seeds\n" for row in rows)
     facts = {
-        "Details": verdict.sentence, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
+        "Details": verdict.details, "Setting": verdict.setting or "none", "Published": claim.published, "Source": claim.source,
         "Supported if": claim.supports, "Refuted if": claim.refutes,
     }  # fmt: skip
     return f"\n### {name}\n\n{claim.text}\n\n{results}\n**{verdict.words.capitalize()}.**\n{listed(facts)}"

@@ -136,10 +136,13 @@ A claim is decided by its comparisons over seeds. Each comparison is a Student's
 - **Unresolved:** everything else. Fewer than three seeds decide nothing (five for comparisons of sinks), nor do
   intervals over documents.
 
-Every comparable setting is judged and corrected for. Settings that contradict each other leave a claim unresolved.
-Every model chooses its learning rate among the same ones, on other seeds if the runs have some. On a page of claims
-the first status is corrected over all tested claims (Holm). So the probability of one or more false decisions is at
-most 5 %. The status of the claim alone is shown too.
+A claim with several comparable settings shows the verdict in each, and leads with the tested setting that has the
+control and the most training tokens per parameter, whatever its outcome. Settings that contradict each other leave a
+claim unresolved. Every model chooses its learning rate among the same ones, on other seeds if the runs have some.
+
+All settings of all tested claims on a page are corrected for (Holm). Each claim has an equal share of the error rate,
+divided equally among its settings. So the probability of one or more false decisions is at most 5 %. The status of
+the claim alone, corrected for its own settings, is shown too.
 
 A claim on the final loss is **not tested**, at any p-value, in three cases:
 

@@ -57,17 +57,16 @@ FAINT = """
       for (let n = e; n; n = above(n)) ink[3] *= parseFloat(getComputedStyle(n).opacity);
       const below = ground(e), [a, b] = [light(over(ink, below)), light(below)];
       const ratio = Math.max(a, b) / Math.min(a, b), large = parseFloat(style.fontSize) >= 24;
-      if (ink[3] > (mark ? 0.5 : 0.02) && ratio < (mark ? 2.2 : large ? 3 : 4.5)) found.push(`${ratio.toFixed(2)} ${text.slice(0, 40)}`);
+      if (ink[3] > (mark ? 0.5 : 0.02) && ratio < (mark || large ? 3 : 4.5)) found.push(`${ratio.toFixed(2)} ${text.slice(0, 40)}`);
     }
   };
   look(document.body);
   return found;
 }
 """
-"""Too little contrast (WCAG 2.2, AA): text 4.5 to 1, large text 3 to 1. On maps Plotly chooses black or white by the cell.
+"""Too little contrast (WCAG 2.2, AA): text 4.5 to 1, large text and marks 3 to 1. On maps Plotly chooses black or white by the cell.
 
-Marks of lines, each beside its name and with a shape of its own: 2.2 to 1, as the colours of 13 models miss 3 to 1 on white. Pale
-marks of context lines are left out.
+Pale marks of context points are left out.
 """
 UNNAMED = """
 () => {

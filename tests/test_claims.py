@@ -6,7 +6,7 @@ import pytest
 from planted import LAST, evidence, judged, per_layer, run, runs, with_losses, with_sinks
 
 from workbench.claims import CLAIMS, Evidence
-from workbench.claims.verdict import Verdict, corrected, decide, expected_by_chance
+from workbench.claims.verdict import Verdict, corrected, decide, expected_by_chance, of_settings
 from workbench.models import ARCHITECTURES
 from workbench.statistics.intervals import Interval, over_seeds
 
@@ -128,6 +128,25 @@ def test_a_page_of_claims_is_corrected_over_all_that_were_tested():
     assert "Without correction 2 are decided. Holm's correction over all 3 leaves 1" in said
 
 
+def test_every_setting_of_a_claim_counts_and_contradictory_ones_leave_it_unresolved():
+    """Three settings have a third of their claim's share: p of 0.007 becomes 0.007 x 3 x 2 claims, 0.042."""
+    of = {"A": ("unresolved", 0.6), "B": ("refuted", 0.007), "C": ("supported", 0.02)}
+    several = of_settings([(name, Verdict(status, name.lower(), p=p)) for name, (status, p) in of.items()])
+    assert (several.status, several.sentence, several.factor) == ("unresolved", "a", 1.0)
+    assert [s.status for s in several.settings] == ["unresolved", "refuted", "supported"]
+    assert several.contradictory
+    assert "which contradict each other: A: unresolved; B: refuted; C: supported." in several.details
+    found, other = corrected([several, Verdict("supported", "d", p=0.04)])
+    assert [s.status for s in found.settings] == ["unresolved", "refuted", "unresolved"]
+    assert (found.status, found.alone, other.status) == ("unresolved", "unresolved", "unresolved")
+    assert expected_by_chance([found, other]).startswith(
+        "2 claims were tested in 4 settings. Without correction up to 5 % of true null tests"
+    )
+    assert "Without correction 3 are decided. Holm's correction over all 4 leaves 1" in expected_by_chance(
+        [found, other]
+    )
+
+
 def differing(*values):
     return over_seeds(list(values))
 
@@ -148,7 +167,8 @@ def test_all_comparable_settings_are_judged_and_contradictions_told():
     better, more = with_losses({"transformer": 2.6, "values_scaled": 2.6, "resformer": 2.8}, lr=2e-3, seeds=4)
     found = judged("lower_loss", worse + better, (), told + more)
     assert found.status == "unresolved"
-    assert "contradict each other: rate 0.002: refuted; rate 0.001: supported" in found.sentence
+    by_setting = "rate 0.002, 20.0 tokens per parameter: refuted; rate 0.001, 20.0 tokens per parameter: supported"
+    assert f"contradict each other: {by_setting}." in found.details
 
 
 def test_the_chance_of_a_decision_by_hand():

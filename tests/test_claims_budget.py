@@ -127,6 +127,45 @@ def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_see
     assert found.setting.startswith("2 seeds")
 
 
+WEAK, STRONG = {"seeds": 5, "tokens": 8e6}, {"tokens": 4e7, "steps": 1500}
+EQUAL = {"transformer": 2.73, "values_scaled": 2.73, "resformer": [2.70, 2.76, 2.73]}
+
+
+@pytest.mark.parametrize("decided", ["weak", "strong"])
+def test_of_tested_settings_the_longest_training_leads_whatever_its_outcome(decided):
+    """Five seeds at 20 tokens per parameter, three at 100: the weaker setting leads in neither case, and both are shown."""
+    weak = with_losses(
+        LEVELS if decided == "weak" else dict.fromkeys(LEVELS, 2.73) | {"resformer": [2.7, 2.76, 2.73, 2.74, 2.72]},
+        **WEAK,
+    )
+    strong = with_losses(EQUAL if decided == "weak" else LEVELS, **STRONG)
+    found = judged("lower_loss", [*weak[0], *strong[0]], (), [*weak[1], *strong[1]])
+    assert found.setting.startswith("3 seeds of 3 models")
+    assert [s.name for s in found.settings] == [
+        "1500 steps, 100.0 tokens per parameter",
+        "300 steps, 20.0 tokens per parameter",
+    ]
+    statuses = ["supported", "unresolved"]
+    assert [s.status for s in found.settings] == (statuses if decided == "strong" else statuses[::-1])
+    assert found.status == found.settings[0].status
+    assert found.factor == pytest.approx(2.0 if decided == "strong" else 1.0)
+    assert "the first of 2 settings: 1500 steps, 100.0 tokens per parameter: " in found.details
+    assert found.table["n"].iloc[0] == 3
+
+
+def test_a_setting_without_the_control_never_leads_one_with_it_and_an_untested_one_is_counted():
+    weak, strong = (
+        with_losses(EQUAL | {"resformer": [2.7, 2.76, 2.73, 2.74, 2.72]}, **WEAK),
+        with_losses(LEVELS, **STRONG),
+    )
+    bare = [of for of in strong[0] if of["model"] != "values_scaled"]
+    short = with_losses(LEVELS, tokens=4e5, steps=30)
+    found = judged("lower_loss", [*weak[0], *bare, *short[0]], (), [*weak[1], *strong[1], *short[1]])
+    assert [s.name.partition(",")[0] for s in found.settings] == ["300 steps", "1500 steps"]
+    assert found.untested == 1
+    assert found.details.endswith("1 more setting was not tested.")
+
+
 def test_more_parameters_leave_a_lower_loss_open():
     made, told = with_losses({"transformer": 2.73, "bank_of_values": 2.70})
     larger = [of | {"parameters": of["parameters"] * (1 + 0.18 * (of["model"] == "bank_of_values"))} for of in made]

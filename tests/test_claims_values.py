@@ -295,9 +295,9 @@ def test_the_setting_that_has_the_control_is_told_first_and_not_the_larger():
     small, told = racing(
         {"resformer": [10, 11, 12], "transformer": [30, 31, 32], "residual_k": [40, 41, 42]}, n_layers=2
     )
-    large, more = racing({"resformer": [5, 6, 7], "transformer": [90, 91, 92]}, n_layers=4, parameters=9e6)
+    large, more = racing({"resformer": [5, 6, 7], "transformer": [90, 91, 92]}, n_layers=4, tokens=9e8)
     found = judged("value_paths_speed_up_induction", large + small, (), told + more)
-    assert "These are the numbers of 2 layers" in found.sentence
+    assert "the first of 2 settings: 2 layers, 20.0 tokens per parameter: " in found.details
     assert "key residual +10" in found.sentence
 
 

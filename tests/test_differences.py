@@ -249,6 +249,15 @@ def test_two_runs_in_python_on_the_command_line_and_as_views(runs):
         for name, view in (("settings", differences.settings), ("weights", differences.moved_weights))
     }
     assert len(drawn["settings"].table) == len(result.settings)
+    texts = drawn["settings"].figure.data[1]
+    assert (texts.y, texts.text, texts.customdata) == (
+        ("architecture",),
+        ("ResFormer",),
+        (["architecture", "ResFormer"],),
+    )
+    keys = ("options.lambda_v1", "train.lr", "model.n_layers", "observed.hook_names")
+    named = ["weight of the first layer's values", "learning rate", "layers", "hook names (observed)"]
+    assert [differences.setting_label(key) for key in keys] == named
     expected = workbench.diff(a, b, step=["last", "first"]).weights
     assert sorted(drawn["weights"].table["relative"]) == pytest.approx(sorted(expected["relative"]), rel=1e-6)
     with pytest.raises(WorkbenchError, match="equal weights"):

@@ -9,7 +9,10 @@ import pytest
 
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
-from workbench.plots.style import MINUS_COLOUR, colour, symbol
+from workbench.plots import HEADS
+from workbench.plots.experiments import STATUSES
+from workbench.plots.maps import COLOURS
+from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, colour, symbol
 from workbench.runs.records import records
 
 SIGHT = {
@@ -21,8 +24,9 @@ SIGHT = {
 """Linear RGB as somebody sees it (Machado, Oliveira and Fernandes 2009, severity 1)."""
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(1)
-PAGES = {"light": 1.0, "dark": 0.0056}
-"""Luminance of the page."""
+TOGETHER = ("transformer", "values_scaled", "resformer", "svformer", "neutreno", "denseformer", "gated_attention")
+PAGES = {"light": "#FFFFFF", "dark": "#0E1117"}
+"""Colour of the page, by Streamlit's theme."""
 
 
 def linear(colour):
@@ -34,6 +38,13 @@ def seen(colour, sight):
     """CIE L*a*b* of a colour as somebody sees it."""
     x, y, z = np.cbrt(np.maximum(XYZ @ np.clip(SIGHT[sight] @ linear(colour), 0, 1) / WHITE, 0.0089))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def oklab(colour, sight):
+    """OKLab x 100 of a colour as somebody sees it (Ottosson 2020)."""
+    cones = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+    axes = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
+    return 100 * np.array(axes) @ np.cbrt(np.array(cones) @ np.clip(SIGHT[sight] @ linear(colour), 0, 1))
 
 
 def frame(architectures, points=3, steps=(0, 20)):
@@ -53,12 +64,33 @@ def test_models_that_look_alike_to_somebody_carry_other_marks():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_colour_drowns_in_the_page(page):
-    settings = {a: [f"{a} x={n}" for n in range(8)] for a in ARCHITECTURES}
-    shades = [(name, colour(name, among)) for among in settings.values() for name in among]
-    for name, one in [("difference", MINUS_COLOUR), *((name, a.colour) for name, a in ARCHITECTURES.items()), *shades]:
-        light, dark = sorted((float(XYZ[1] @ linear(one)), PAGES[page]), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) > 2.2, name
+def test_every_colour_of_lines_and_marks_has_a_contrast_of_three_to_one(page):
+    """WCAG 1.4.11; of settings, second models, unregistered names, heads, tokens and verdicts too."""
+    named = [*ARCHITECTURES, *(f"{a}{DETAIL}{end}" for a in ARCHITECTURES for end in ("B′: s0", "without values"))]
+    shades = [(f"{a} x={n}", [f"{a} x={n}" for n in range(8)]) for a in ARCHITECTURES for n in range(8)]
+    marks = {
+        name: colour(name, among) for name, among in [*((n, ()) for n in [*named, "my model", "gqa+neutreno"]), *shades]
+    }
+    marks |= {
+        "difference": MINUS_COLOUR,
+        "grey": GREY,
+        **{f"of heads {c}": c for c in HEADS},
+        **{f"of tokens {c}": c for c in COLOURS},
+    }
+    marks |= {status: look for status, (_, _, look) in STATUSES.items() if look.startswith("#")}
+    ground = float(XYZ[1] @ linear(PAGES[page]))
+    for name, one in marks.items():
+        light, dark = sorted((float(XYZ[1] @ linear(one)), ground), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3.0, (name, one)
+
+
+def test_models_that_are_often_drawn_together_differ_for_everybody():
+    """In OKLab x 100 at least as far as the palette of Okabe and Ito was: no pair nearer than this to a kind of sight."""
+    least = {"full": 10.2, "no red cones": 6.0, "no green cones": 6.3, "no blue cones": 7.1}
+    for one, other in itertools.combinations(TOGETHER, 2):
+        for sight, limit in least.items():
+            apart = np.linalg.norm(oklab(ARCHITECTURES[one].colour, sight) - oklab(ARCHITECTURES[other].colour, sight))
+            assert apart >= limit, (one, other, sight, apart)
 
 
 def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_curves():
@@ -67,8 +99,8 @@ def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_c
     assert marks == {
         "ResFormer": "square",
         "ResFormer at step 0": "square-open",
-        "ResFormer + NeuTRENO": "bowtie",
-        "ResFormer + NeuTRENO at step 0": "bowtie-open",
+        "ResFormer + NeuTRENO": "diamond",
+        "ResFormer + NeuTRENO at step 0": "diamond-open",
     }
     assert symbol("resformer · B: s1, step 300") == symbol("resformer (lr 0.01)") == symbol("resformer")
     assert symbol("something else") in SYMBOLS

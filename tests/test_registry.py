@@ -38,6 +38,11 @@ def test_every_entry_is_complete():
         assert entry.options.items() >= entry.constants.items(), name
 
 
+def test_every_option_has_a_name_in_words_of_its_own():
+    assert set(registry.OPTION_LABELS) == {key for entry in ARCHITECTURES.values() for key in entry.options}
+    assert len(set(registry.OPTION_LABELS.values())) == len(registry.OPTION_LABELS)
+
+
 @pytest.mark.parametrize("part", ["label", "colour", "summary", "plain"])
 def test_no_two_architectures_share_a_name_a_colour_or_a_sentence(part):
     values = [getattr(entry, part) for entry in ARCHITECTURES.values()]

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from workbench.claims import all_verdicts
-from workbench.claims.verdict import corrected, judge_differences, judged, of_settings
+from workbench.claims.verdict import Verdict, corrected, judge_differences, judged, of_settings
 from workbench.errors import WorkbenchError
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.multiple_testing import holm, holm_factors
@@ -29,6 +29,17 @@ def test_factors_of_holm_are_the_adjusted_over_the_plain_p_values():
     np.testing.assert_allclose(np.multiply(holm_factors(p), p), holm(p))
     assert holm_factors([0.0, 0.5]) == [2.0, 1.0]
     assert holm_factors([0.03, 0.04]) == [2.0, 1.5], "the second is raised to the first's 0.06"
+
+
+def test_a_claim_with_several_settings_has_the_share_of_one():
+    """Weights 1, 1/2, 1/2. Over its weight the first p is 0.02, the others 0.08 and 0.024; 2, 1 and 1/2 of the weights are left."""
+    p, weights = [0.02, 0.04, 0.012], [1.0, 0.5, 0.5]
+    assert holm(p, weights) == pytest.approx([0.04, 0.04, 0.04])
+    assert holm([0.01, 0.04, 0.012], weights) == pytest.approx([0.02, 0.04, 0.024])
+    assert holm(p, [1.0, 1.0, 1.0]) == holm(p)
+    np.testing.assert_allclose(np.multiply(holm_factors(p, weights), p), holm(p, weights))
+    with pytest.raises(ValueError, match="not tested"):
+        of_settings([("A", Verdict("supported", "", p=0.01)), ("B", Verdict("gated", ""))])
 
 
 def test_a_widened_interval_is_students_at_the_divided_level():
@@ -71,12 +82,14 @@ def test_a_compound_claim_names_the_comparison_that_fails():
 
 def test_corrections_for_settings_and_claims_multiply_and_are_stored(tmp_path):
     one, other = (judged({"a": over_seeds(x)}, -1, "", "nats") for x in ([-0.3, -0.31, -0.28], [-0.3, -0.1, -0.2]))
-    both = of_settings({"A": one, "B": other})
+    both = of_settings([("A", one), ("B", other)])
     assert both.factor == pytest.approx(2.0)
     verdict, _ = corrected([both, other])
     assert verdict.factor == pytest.approx(4.0)
     all_verdicts.save_verdicts(tmp_path, "m", all_verdicts.Verdicts({"x": verdict}, frozenset(), {}))
     stored = all_verdicts.load_verdicts(tmp_path, "m").of["x"]
+    assert stored.settings == verdict.settings
+    assert stored.details == verdict.details
     pd.testing.assert_frame_equal(stored.adjusted(), verdict.adjusted())
 
 
@@ -166,8 +179,11 @@ def test_an_imported_model_keeps_its_name(source):
         series="transformer · gpt2",
         architecture="transformer",
     )
-    assert RunAtStep(entry, 0).title == "gpt2, step 0"
-    assert RunAtStep(entry, 0, "A").series == "transformer · A: gpt2, step 0"
+    assert RunAtStep(entry, 20).title == "gpt2, step 20"
+    assert RunAtStep(entry, 20, "A").series == "transformer · A: gpt2, step 20"
+    alone = replace(entry, steps=(0,))
+    assert RunAtStep(alone, 0).title == "gpt2", "a single checkpoint without a step is stored at step 0"
+    assert RunAtStep(alone, 0, "A").series == "transformer · A: gpt2"
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ import pandas as pd
 import pytest
 from noise import NOISE
 from planted import evidence
+from scipy import stats
 from verdict_rates import OUT, TABLES, Rule, choices, rates, uneven_rates
 
 from workbench.claims import CLAIMS
 from workbench.claims import verdict as verdicts
+from workbench.claims.verdict import Verdict, corrected, of_settings
 
 MOST = 6.0  # per cent of verdicts that may be false
 
@@ -50,6 +52,30 @@ def _uncorrected(parts, expected, **more):
     """What every part says by itself, and the worst of it as the verdict."""
     said = [interval.sign * sign for interval, sign in zip(parts.values(), expected, strict=False)]
     return "refuted" if -1 in said else "supported" if set(said) == {1} else "unresolved", 0.05
+
+
+@pytest.mark.slow
+def test_of_a_page_with_several_settings_a_claim_any_false_decision_is_rare():
+    """Six claims in 1 to 5 settings, two with a clear effect in their first one; the clearest setting of each decides up to a fifth."""
+    rng, pages, clearest = np.random.default_rng(0), 1500, 0
+    false = 0
+    for _ in range(pages):
+        claims = []
+        for n, effect in ((1, 0), (2, 0), (3, 0), (5, 0), (4, 1), (2, 1)):
+            shared = rng.standard_normal() * 0.7  # settings share runs
+            z = shared + rng.standard_normal(n) * math.sqrt(1 - 0.49)
+            p = 2 * stats.norm.sf(np.abs(z))
+            p[:effect] = 1e-9
+            settings = [(str(i), Verdict("supported" if z[i] > 0 else "refuted", "", p=float(p[i]))) for i in range(n)]
+            claims.append((of_settings(settings) if n > 1 else settings[0][1], effect))
+        shown = corrected([verdict for verdict, _ in claims])
+        false += any(
+            t.status != "unresolved" for v, (_, effect) in zip(shown, claims, strict=True) for t in v.tests[effect:]
+        )
+        plain = [min(t.p for t in verdict.tests[effect:]) for verdict, effect in claims]
+        clearest += min(plain) * len(plain) <= 0.05
+    assert 100 * false / pages <= MOST
+    assert 100 * clearest / pages > MOST, "the rule that this one replaces would be seen"
 
 
 @pytest.mark.slow

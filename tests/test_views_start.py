@@ -26,6 +26,7 @@ from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, finding, run_groups, start
+from workbench.views.source import runs_to_show
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -37,6 +38,46 @@ def ask(populated):
 
 def link(show, **options):
     return Link("start", {"show": show} | {k: str(v) for k, v in options.items()})
+
+
+# ---- shipped studies beside own runs ----
+
+
+@pytest.fixture
+def evidence(monkeypatch):
+    """The shipped studies, as every installation has them."""
+    monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
+
+
+def test_every_shipped_figure_leads_to_its_runs_which_stand_below_those_of_the_folder(ask, tmp_path, evidence):
+    ask = Source(ask.folder)
+    entries, own = ask.catalogue().entries, ask.listed()
+    assert entries[: len(own)] == own
+    assert all(e.shipped for e in entries[len(own) :])
+    for models in (start.concentration_models, start.text_models, start.race_models):
+        drawn = models(Source(tmp_path))  # a folder without runs of its own
+        names = {e.name for e in drawn}
+        groups = {e.group for e in entries if e.name in names}
+        assert len(groups) == 1, "one link shows them all"
+        address = Link.parse(
+            f"training?set={groups.pop()}&models={','.join(sorted({e.series for e in entries if e.name in names}))}"
+        )
+        assert names <= {e.name for e in ask.chosen(address)}
+        assert len(ask.telemetry(ask.chosen(address)))
+    assert not any(e.shipped for e in start.demo_runs(ask, "sinks")), "a shipped study has the names of the demo's runs"
+    known = runs_to_show(ask.folder)
+    again = runs_to_show(ask.folder, known)
+    assert again.entries == known.entries
+    assert again.entries[-1] is known.entries[-1], "shipped runs are read once"
+
+
+def test_shipped_runs_of_an_experiment_that_the_folder_has_are_not_mixed_with_its_own(tmp_path, evidence):
+    run = next(unpacked(SHIPPED / "evidence" / "induction").iterdir())
+    shutil.copytree(run, tmp_path / "mine-s0")
+    groups = Source(tmp_path).catalogue().groups
+    (mine,) = (runs for runs in groups.values() if "mine-s0" in {e.name for e in runs})
+    assert [e.name for e in mine] == ["mine-s0"], "40 shipped runs have its data and recipe"
+    assert len(groups) > 20
 
 
 # ---- what was found ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ def element(name: str, *, apart: bool = True) -> Callable[..., Any]:
     return st.components.v2.component(f"workbench_{name}", css=css, js=f"{common}\n{own}", isolate_styles=apart)
 
 
+@functools.cache  # each click draws with the same scales
 def colour_table(scale: str, count: int = 256) -> np.ndarray:
-    """Return `count` colours of a plotly scale [count, 3], each part 0 to 255."""
-    return np.round([unlabel_rgb(c) for c in sample_colorscale(scale, count)]).astype(np.uint8)
+    """Return `count` colours of a plotly scale [count, 3], each part 0 to 255; shared, so it cannot be written to."""
+    table = np.round([unlabel_rgb(c) for c in sample_colorscale(scale, count)]).astype(np.uint8)
+    table.flags.writeable = False
+    return table
 
 
 def ink(ground: np.ndarray) -> str:

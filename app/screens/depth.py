@@ -63,7 +63,7 @@ def depth_page(link: Link) -> None:
         with panel:
             metric = st.selectbox("Measure", depth.measures_by_layer(), key="w_measure", format_func=widgets.spaced)
             step = options.step if options.step is not None else max(e.steps[-1] for e in runs)
-            key, label = f"depth_{metric}_{step}", f"Measure at step {step}"
+            key, label = f"depth_{metric}_{step}", f"Measure{runs[0].at_step(step).replace(',', ' at')}"
             if measure_box(key, runs, [(step, metric)], label, depth.DOCUMENTS):
                 widgets.update_url(metric=metric)
                 st.rerun()

@@ -374,6 +374,7 @@ def _demo(link: Link) -> None:
             "Does a value residual (ResFormer) change it? The band is the range over seeds."
         )
         show(start.concentration_by_layer, link)
+        _shipped_link(models)
     st.header("2. Attention sinks", anchor=False)
     st.fragment(_sinks, run_every=every)(link)
     st.fragment(_sink_heads)(link)
@@ -387,7 +388,7 @@ def _demo(link: Link) -> None:
         st.header("5. Verdicts", anchor=False)
         judged = {j.claim.name: j for j in _judged(link.but(alone=None))}
         for name in start.DEMO_CLAIMS:
-            _verdict(judged[name], judged[name].verdict.sentence)
+            _verdict(judged[name], judged[name].verdict.details)
         widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", show="verdicts")
 
 
@@ -438,6 +439,7 @@ def _race(link: Link) -> None:
         "All models of one seed have equal initial weights and equal batches."
     )
     drawing = show(start.race, link)
+    _shipped_link(start.race_models(cached_source()))
     if drawing is not None:
         steps = formation_steps(drawing.table)
         st.markdown("Step at which the copy loss falls below half of its start:")
@@ -455,6 +457,7 @@ def _deep_values(link: Link) -> None:
             "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
         )
         show(start.replaced_values, link)
+        _shipped_link(start.text_models(cached_source()))
 
 
 def _shipped_note(entries: Sequence[Entry], option: str) -> str:
@@ -462,6 +465,16 @@ def _shipped_note(entries: Sequence[Entry], option: str) -> str:
         return ""
     seeds = len({e.seed for e in entries})
     return f"Shipped study, {seeds} seeds; `workbench demo {option}` trains such models here. "
+
+
+def _shipped_link(entries: Sequence[Entry]) -> None:
+    """A link to the runs of a shipped study on Training; none where the folder has runs of the same experiment or name."""
+    names = {e.name for e in entries if e.shipped}
+    runs = [e for e in cached_source().catalogue().entries if e.shipped and e.name in names]
+    if runs:
+        models = ",".join(dict.fromkeys(e.series for e in runs))
+        changes = {"set": runs[0].group, "models": models, "a": None, "step": None, "find": None, "by": None}
+        widgets.page_link("training", "Runs of this study", ":material/arrow_forward:", **changes)
 
 
 def _sink_heads(link: Link) -> None:

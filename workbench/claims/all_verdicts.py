@@ -18,7 +18,7 @@ import pandas as pd
 from workbench import statistics
 from workbench.claims import Verdict
 from workbench.claims.judging import chosen, judge
-from workbench.claims.verdict import STATUSES
+from workbench.claims.verdict import STATUSES, SettingVerdict
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
 from workbench.runs.catalogue import RUN_FILE, Entry, catalogue
@@ -92,7 +92,8 @@ def parse_verdicts(stored: dict[str, Any]) -> Verdicts:
     for name, facts in stored["verdicts"].items():
         table = pd.DataFrame({n: pd.Series(c["values"], dtype=c["type"]) for n, c in facts["table"].items()})
         p = math.nan if facts["p"] is None else facts["p"]
-        verdicts[name] = Verdict(**facts | {"table": table, "p": p, "runs": tuple(facts["runs"])})
+        settings = tuple(SettingVerdict(**setting) for setting in facts.get("settings", ()))
+        verdicts[name] = Verdict(**facts | {"table": table, "p": p, "runs": tuple(facts["runs"]), "settings": settings})
     return Verdicts(verdicts, frozenset(stored["metrics"]), stored["problems"])
 
 

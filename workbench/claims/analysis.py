@@ -54,7 +54,7 @@ def verdict_table(analysis: Analysis) -> pd.DataFrame:
     rows = [
         {"question": j.claim.question, "claim": j.claim.name, "status": j.verdict.status,
          "by_itself": j.verdict.alone or j.verdict.status, "p": j.verdict.p, "scope": j.verdict.scope,
-         "sentence": j.verdict.sentence, "runs": len(j.verdict.runs), "setting": j.verdict.setting,
+         "sentence": j.verdict.details, "runs": len(j.verdict.runs), "setting": j.verdict.setting,
          "text": j.claim.text, "published": j.claim.published, "source": j.claim.source}
         for j in analysis.judged
     ]  # fmt: skip
@@ -146,7 +146,7 @@ def article(judged: Judged, figure: str = "") -> str:
         runs["By chance"] = f"a verdict as clear with probability {verdict.p:.2g}, if nothing differed"
     rules = {"Supported if": claim.supports, "Refuted if": claim.refutes, "Needs": claim.scale, "Source": claim.source}
     parts = [
-        heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.sentence),
+        heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.details),
         facts_html({**runs, "Published": claim.published}), folded("how it is judged", facts_html(rules)),
         numbers_html(verdict.table, "the deciding numbers"), figure,
     ]  # fmt: skip

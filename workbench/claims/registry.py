@@ -14,7 +14,8 @@ import pandas as pd
 from workbench.claims.evidence import SETTING, Evidence
 from workbench.claims.final_loss_conditions import NAMED, tokens_per_parameter, unmet_condition
 from workbench.claims.verdict import DECIDED, InsufficientEvidence, Verdict, of_settings
-from workbench.claims.wording import differences_of, listed, scope_of, setting_of
+from workbench.claims.wording import WORDS, differences_of, listed, scope_of, setting_of
+from workbench.statistics.intervals import MIN_SEEDS
 
 PAPER = "Zhou et al. 2024 and 2025, Value Residual Learning"
 RESFORMERS = ("resformer", "resformer_constant", "resformer_learnable", "resformer_learnable_plus", "resformer_sparse")
@@ -58,29 +59,46 @@ class Claim:
         return " ".join((inspect.getdoc(self.function) or "").split())
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """Return the verdict over all comparable settings; missing runs give a verdict too."""
+        """Return the verdict over all comparable settings; missing runs give a verdict too.
+
+        The tested setting leads that has the control and the most training tokens per parameter, whatever its outcome.
+        """
         settings: list[pd.DataFrame] = []
-        only = self._judge(replace(evidence, settings=settings))
+        only, _, _ = self._judge(replace(evidence, settings=settings))
         if len(settings) < 2:
             return only
-        each = [self._judge(replace(evidence, settings=[], within=frozenset(rows["run"]))) for rows in settings]
-        untested = [verdict for verdict in each if verdict.status in ("gated", *DECIDED)]
-        if self.final_loss and untested and not any(math.isfinite(verdict.p) for verdict in each):
-            runs = evidence.runs.set_index("run")[["tokens", "parameters"]]
-            budgets = [tokens_per_parameter(runs.loc[list(v.runs)]) for v in untested]
-            return untested[int(np.argmax(np.nan_to_num(budgets, nan=-1.0)))]  # the longest training
-        if any(math.isfinite(verdict.p) for verdict in each):  # the untested ones are neither corrected for nor named
-            settings = [rows for rows, verdict in zip(settings, each, strict=True) if math.isfinite(verdict.p)]
-            each = [verdict for verdict in each if math.isfinite(verdict.p)]
-        return of_settings(dict(zip(differences_of([rows[list(SETTING)] for rows in settings]), each, strict=True)))
+        each = []
+        for rows in settings:
+            verdict, controlled, budget = self._judge(replace(evidence, settings=[], within=frozenset(rows["run"])))
+            rank = (
+                math.isfinite(verdict.p),
+                verdict.status in ("gated", *DECIDED),
+                controlled,
+                float(np.nan_to_num(budget, nan=-1.0)),
+            )
+            each.append((rank, rows[list(SETTING)], verdict))
+        each.sort(key=lambda one: one[0], reverse=True)  # equal ones stay in the order of `Evidence.comparable`
+        tested = [one for one in each if math.isfinite(one[2].p)]
+        untested = len(each) - max(len(tested), 1)
+        if len(tested) < 2:
+            return replace(each[0][2], untested=untested)
+        names = [
+            f"{name}, {WORDS['budget'].format(rank[-1])}" if rank[-1] >= 0 else name
+            for name, (rank, _, _) in zip(differences_of([rows for _, rows, _ in tested]), tested, strict=True)
+        ]
+        return replace(of_settings(list(zip(names, (v for _, _, v in tested), strict=True))), untested=untested)
 
-    def _judge(self, evidence: Evidence) -> Verdict:
+    def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:
+        """Verdict in one setting, whether it has the claim's control, and training tokens per parameter of the compared runs."""
         evidence, left_out = evidence.measured_on_all(self.metrics, self.models)
         compared: list[pd.DataFrame] = []
         try:
             verdict = self.function(replace(evidence, compared=compared))
         except InsufficientEvidence as reason:
             verdict = reason.verdict
+            if verdict.status == "unresolved" and compared:  # a result, and no lack of runs: it counts as tested
+                seeds = compared[0].groupby("model")["seed"].nunique().min()
+                verdict = replace(verdict, p=1.0 if seeds >= MIN_SEEDS else math.nan)
         every = evidence.runs.head(0).assign(beside=False)
         if compared:
             every = (
@@ -89,17 +107,18 @@ class Claim:
                 .drop_duplicates("run")
             )
         runs = every[~every["beside"].astype(bool)]  # a control need not meet the conditions
+        controlled, budget = bool((every["beside"].astype(str) == "True").any()), tokens_per_parameter(runs)
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
         if self.final_loss and verdict.status in DECIDED and (unmet := unmet_condition(evidence, runs)):
             verdict = replace(verdict, status="gated", scope=unmet, p=math.nan)
         elif verdict.status in ("supported", "refuted"):
             of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
-            limits, budget = [scope_of(runs)] if of_losses else [], tokens_per_parameter(runs)
+            limits = [scope_of(runs)] if of_losses else []
             limits += [f"at {budget:.1f} tokens per parameter"] if self.final_loss and budget < NAMED else []
             verdict = replace(verdict, scope=" ".join(filter(None, limits)))
         dtypes = evidence.kept.dtypes(frozenset(every["run"]), self.metrics)
         setting = setting_of(every[every["beside"] != "shown"]) + (f", in {listed(dtypes)}" if dtypes else "")
-        return replace(verdict, runs=tuple(every["run"]), setting=setting)
+        return replace(verdict, runs=tuple(every["run"]), setting=setting), controlled, budget
 
 
 CLAIMS: dict[str, Claim] = {}

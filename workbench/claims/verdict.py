@@ -24,12 +24,23 @@ ROLES = ("decides", "must hold too", "can refute", "context")  # of a comparison
 
 
 @dataclass(frozen=True)
+class SettingVerdict:
+    """The verdict on a claim in one tested setting: its p-value, and its status before (`alone`) and after all corrections."""
+
+    name: str
+    p: float
+    alone: Status
+    status: Status
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The status of a claim, the sentence that explains it, and the numbers behind it.
 
     `setting` is what the compared runs have in common, `scope` the limits of the status or the unmet condition of a `gated` claim. `p` is
     the probability of a decision as clear by chance (NaN if nothing was tested), `alone` the status before the correction over a page,
-    `factor` the number by which the corrections have multiplied the p-value.
+    `factor` the number by which the corrections have multiplied the p-value. `settings` are the verdicts in all tested settings, if
+    there are several: the first leads, and sentence and numbers are its. `untested` is the number of settings that were not tested.
     """
 
     status: Status
@@ -41,6 +52,31 @@ class Verdict:
     p: float = math.nan
     alone: Status | None = None
     factor: float = 1.0
+    settings: tuple[SettingVerdict, ...] = ()
+    untested: int = 0
+
+    @property
+    def tests(self) -> tuple[SettingVerdict, ...]:
+        """The tested settings; without several, the verdict itself."""
+        return self.settings or (SettingVerdict(self.setting, self.p, self.alone or self.status, self.status),)
+
+    @property
+    def contradictory(self) -> bool:
+        """Whether one setting supports the claim and another refutes it."""
+        return {"supported", "refuted"} <= {s.status for s in self.settings}
+
+    @property
+    def details(self) -> str:
+        """The sentence, and the verdicts in all settings."""
+        more = f"{self.untested} more setting{'s were' if self.untested > 1 else ' was'} not tested."
+        parts = [self.sentence, more if self.untested else ""]
+        if self.settings:
+            by_setting = "; ".join(f"{s.name}: {STATUSES[s.status]}" for s in self.settings)
+            contrary = ", which contradict each other" if self.contradictory else ""
+            parts.insert(
+                1, f"These are the numbers of the first of {len(self.settings)} settings{contrary}: {by_setting}."
+            )
+        return " ".join(filter(None, parts))
 
     @property
     def words(self) -> str:
@@ -159,44 +195,36 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     return pd.DataFrame(rows)
 
 
-def of_settings(verdicts: Mapping[str, Verdict]) -> Verdict:
-    """Combine the verdicts in all comparable settings into one: the clearest, Holm-corrected for the number of settings.
+def of_settings(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
+    """Combine the verdicts in all tested settings, by name, into the first one's: Holm-corrected for their number.
 
-    The preferred setting is first, and is shown if nothing is decided. Settings that contradict each other leave it unresolved.
+    Raises `ValueError` for an untested one. Settings that contradict each other leave the claim unresolved.
     """
-    tested = {name: v for name, v in verdicts.items() if math.isfinite(v.p)}
-    if len(tested) < 2:
-        return next(iter(tested.values()), next(iter(verdicts.values())))
-    p = [v.p for v in tested.values()]
-    adjusted, factors = (dict(zip(tested, of(p), strict=True)) for of in (holm, holm_factors))
-    clear = [name for name in tested if adjusted[name] <= significance()]
-    statuses: dict[str, Status] = {n: v.status if n in clear else "unresolved" for n, v in tested.items()}
-    first = min(tested, key=lambda n: (1, 0.0) if statuses[n] == "unresolved" else (0, adjusted[n]))
-    contrary = {"supported", "refuted"} <= set(statuses.values())
-    by_setting = "; ".join(f"{name}: {STATUSES[status]}" for name, status in statuses.items())
-    sentence = (
-        f"{tested[first].sentence} These are the numbers of {first}. The verdicts in all {len(tested)} comparable settings, corrected "
-        f"for their number{', contradict each other' if contrary else ''}: {by_setting}."
-    )
-    status: Status = "unresolved" if contrary else statuses[first]
-    scope = tested[first].scope if status == tested[first].status else ""
-    p_value, factor = 1.0 if contrary else adjusted[first], tested[first].factor * factors[first]
-    return replace(tested[first], status=status, p=p_value, sentence=sentence, scope=scope, factor=factor)
+    if not all(math.isfinite(v.p) for _, v in verdicts):
+        raise ValueError("a setting that was not tested has no p-value to correct")
+    settings = tuple(SettingVerdict(name, v.p, v.status, v.status) for name, v in verdicts)
+    (verdict,) = corrected([replace(verdicts[0][1], settings=settings)])
+    return replace(verdict, alone=None, scope=verdict.scope if verdict.status == verdicts[0][1].status else "")
 
 
 def corrected(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return the verdicts that are shown together, Holm-corrected over all that were tested.
+    """Return the verdicts that are shown together, Holm-corrected over all settings of all claims that were tested.
 
-    The probability that one or more of them is decided falsely is then at most 5 % at a confidence level of 95 %.
+    Each claim has an equal share of the error rate, and each setting an equal part of it. The probability that one or more verdicts,
+    those in further settings included, are decided falsely is then at most 5 % at a confidence level of 95 %.
     """
     verdicts = list(verdicts)
-    p = [v.p for v in verdicts if math.isfinite(v.p)]
-    corrections = zip(holm(p), holm_factors(p), strict=True)
+    tested = [v for v in verdicts if math.isfinite(v.p)]
+    p = [test.p for v in tested for test in v.tests]
+    weights = [1 / len(v.tests) for v in tested for _ in v.tests]
+    corrections = zip(holm(p, weights), holm_factors(p, weights), strict=True)
 
     def correct(verdict: Verdict) -> Verdict:
-        adjusted, factor = next(corrections)
-        status: Status = verdict.status if adjusted <= significance() else "unresolved"
-        return replace(verdict, alone=verdict.status, status=status, factor=verdict.factor * factor)
+        pairs = [(test, *next(corrections)) for test in verdict.tests]
+        tests = [replace(t, status=t.alone if adjusted <= significance() else "unresolved") for t, adjusted, _ in pairs]
+        settings = tuple(tests) if verdict.settings else ()
+        shown = replace(verdict, alone=verdict.status, status=tests[0].status, factor=pairs[0][2], settings=settings)
+        return replace(shown, status="unresolved") if shown.contradictory else shown
 
     return [correct(v) if math.isfinite(v.p) else v for v in verdicts]
 
@@ -210,11 +238,12 @@ def judge_differences(differences: Mapping[Any, Interval]) -> dict[Any, Verdict]
 def expected_by_chance(verdicts: Sequence[Verdict]) -> str:
     """Return how many claims were tested, how many false decisions chance would make, and how many the correction leaves."""
     tested = [v for v in verdicts if math.isfinite(v.p)]
-    n, decided = len(tested), ("supported", "refuted")
-    alone, together = sum(v.alone in decided for v in tested), sum(v.status in decided for v in tested)
+    tests, decided = [t for v in tested for t in v.tests], ("supported", "refuted")
+    n, alone, together = len(tests), sum(t.alone in decided for t in tests), sum(t.status in decided for t in tests)
+    settings, of = (f" in {n} settings", "tests") if n > len(tested) else ("", "claims")
     return (
-        f"{n} {'claim was' if n == 1 else 'claims were'} tested. Without correction up to {percent(significance())} of true null claims "
-        f"would be decided by chance, half in each direction: up to {n * significance():.2g} here. Without correction {alone} "
-        f"{'is' if alone == 1 else 'are'} decided. Holm's correction over all {n} leaves {together}; the probability that any of these is "
-        f"decided falsely is at most {percent(significance())}."
+        f"{len(tested)} {'claim was' if len(tested) == 1 else 'claims were'} tested{settings}. Without correction up to "
+        f"{percent(significance())} of true null {of} would be decided by chance, half in each direction: up to "
+        f"{n * significance():.2g} here. Without correction {alone} {'is' if alone == 1 else 'are'} decided. Holm's correction over all "
+        f"{n} leaves {together}; the probability that any of these is decided falsely is at most {percent(significance())}."
     )

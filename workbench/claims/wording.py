@@ -18,6 +18,10 @@ WORDS = {
 }  # fmt: skip
 
 
+RARE = {"n_heads": "{:.0f} heads", "d_mlp": "MLP width {:.0f}", "warmup": "{:.0f} warm-up steps"}
+"""Words that are needed only where settings differ in them."""
+
+
 def seeds_note(seeds: Interval | int) -> str:
     """Return a note if the seeds (of an interval, or their number) are too few to decide, else nothing."""
     n = seeds.n if isinstance(seeds, Interval) else seeds
@@ -63,7 +67,9 @@ def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
     alike = [{str(c): rows[c].iloc[0] for c in rows if rows[c].nunique(dropna=False) == 1} for rows in settings]
     columns = [c for c in map(str, settings[0]) if all(c in setting for setting in alike)]
     differ = [c for c in columns if len({str(setting[c]) for setting in alike}) > 1]
-    names = [[WORDS.get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ] for setting in alike]
+    names = [
+        [(WORDS | RARE).get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ] for setting in alike
+    ]
     if len(set(map(tuple, names))) < len(names):  # they differ in the learning rate, of which each model has its own
         for parts, setting in zip(names, alike, strict=True):
             parts.append(WORDS["lr"].format(setting["lr"]) if "lr" in setting else "each model at its own rate")

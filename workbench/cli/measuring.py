@@ -113,7 +113,7 @@ def analyze(
         print_json(verdict_table(analysis))
         return
     for j in analysis.judged:
-        say(f"{j.claim.name}: {j.verdict.words}. {j.verdict.sentence}")
+        say(f"{j.claim.name}: {j.verdict.words}. {j.verdict.details}")
     for name, reason in analysis.problems.items():
         note(f"left out: {name}: {reason}")
     if "evidence" in map(str, places) and (absent := absent_studies()):

@@ -180,7 +180,7 @@ def _dots(
 ) -> None:
     figure.add_scatter(
         x=frame["layer"] + shift + (frame["head"] - frame["head"].mean()) * 0.3 / max(1, frame["head"].nunique()), y=y,
-        mode="markers", marker={"color": paint, "size": 7, "opacity": 0.75}, name=name, showlegend=column == 1 and at == 1,
+        mode="markers", marker={"color": paint, "size": 7}, name=name, showlegend=column == 1 and at == 1,
         legendgroup=name, text=[f"layer {n}, head {h}" for n, h in zip(frame["layer"], frame["head"], strict=True)],
         hovertemplate="%{text}<br>%{y:.3g}<extra></extra>", row=at, col=column,
     )  # fmt: skip

@@ -155,7 +155,7 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
     heads = rows[rows["control"].isna()]
     look = colour(str(heads["architecture"].iloc[0]))
     figure.add_scatter(
-        x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": look, "size": 6, "opacity": 0.7},
+        x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": look, "size": 6},
         customdata=heads["head"], hovertemplate="layer %{x}, head %{customdata}: %{y:.3f}<extra></extra>", row=1, col=1,
     )  # fmt: skip
     even = rows[rows["control"] == "uniform_causal"]["value"]
@@ -181,7 +181,7 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
 
 STATUSES = {
     "supported": ("", "supported", "#009E73"), "refuted": ("x", "refuted", "#D55E00"),
-    "unresolved": ("/", "unresolved: seeds do not tell", "#E69F00"),
+    "unresolved": ("/", "unresolved: seeds do not tell", "#C18A00"),
     "gated": (".", "not tested: a condition is not met", "rgba(128,128,128,0.45)"),
     "not_checkable": ("", "not checkable with these runs", "rgba(128,128,128,0.18)"),
 }  # fmt: skip
@@ -198,7 +198,7 @@ def verdicts_figure(verdicts: Sequence[tuple[str, str, str]], under: str = "") -
         mine = [(question, name) for question, name, of in verdicts if of == status]
         figure.add_bar(
             y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
-            marker={"color": look, "line": {"color": "rgba(128,128,128,0.4)", "width": 1}, "pattern": {"shape": mark, "solidity": 0.25}},
+            marker={"color": look, "line": {"color": GREY, "width": 1}, "pattern": {"shape": mark, "solidity": 0.25}},
             customdata=[[words(name), name] for _, name in mine], hovertemplate=f"%{{customdata[0]}}: {status_name}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack")

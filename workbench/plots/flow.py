@@ -18,7 +18,7 @@ THICK, PITCH, LINE = 190.0, 21.0, 24.0
 LEAST = 340  # pixels of the whole, in which the words of both sides have their room
 LEFT, CENTRE, RIGHT, BAR = 0.33, 0.44, 0.555, 0.014
 """Where the bars stand, from 0 to 1, and how wide they are."""
-HEADS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#6F7F8F", "#B5651D")
+HEADS = ("#C18A00", "#009E73", "#CC79A7", "#0497FC", "#6F7F8F", "#B5651D")
 """Colours of heads in turn: Okabe and Ito's and two of the registry's, without the Transformer's and ResFormer's."""
 
 

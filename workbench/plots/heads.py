@@ -16,7 +16,6 @@ ROW, MIN_HEIGHT = 19, 220
 DOCUMENT, LONGEST = 24, 60  # pixels of a document's row, and characters of its text there
 WIDTH = 60
 """Characters of a subtitle's line in a column of half a page."""
-FAINT = "rgba(128,128,128,0.35)"
 
 
 def ranking_figure(
@@ -70,7 +69,7 @@ def history_figure(
     for i, ((layer, head), rows) in enumerate(heads):
         figure.add_scatter(
             x=rows["step"], y=rows["value"], mode="lines" if len(rows) > 1 else "markers", name="other heads",
-            legendgroup="others", showlegend=i == 0, line={"color": FAINT, "width": 1}, marker={"color": FAINT, "size": 5},
+            legendgroup="others", showlegend=i == 0, line={"color": GREY, "width": 0.75}, marker={"color": GREY, "size": 5},
             hovertemplate=f"layer {layer}, head {head}, step %{{x}}: %{{y:.3g}}<extra></extra>",
         )  # fmt: skip
     for name, rows in baseline.groupby("control"):

@@ -13,7 +13,7 @@ from workbench.plots.grids import safe, unique
 from workbench.plots.records import whole_ticks
 from workbench.plots.style import GREY, PANEL, SEQUENTIAL, at_least, colour, colour_axis, dressed, label, symbol
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c18a00", "#0497fc")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 NAMED = 12  # tokens with a colour and a mark
 FAINT = "rgba(128,128,128,0.35)"

@@ -29,7 +29,7 @@ article, section {{ border: 1px solid #8884; border-radius: 8px; padding: .6rem 
 .four {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1.2rem }} .four section, .four figure {{ margin: 0 }}
 .status {{ display: inline-block; border-radius: 4px; padding: 0 .5rem; font-size: 13px; font-weight: 600; border: 1px solid #8886 }}
 .supported {{ border-left: 6px solid #009E73 }} .refuted {{ border-left: 6px solid #D55E00 }}
-.unresolved {{ border-left: 6px solid #E69F00 }} .gated, .not_checkable {{ border-left: 6px solid #808080 }}
+.unresolved {{ border-left: 6px solid #C18A00 }} .gated, .not_checkable {{ border-left: 6px solid #808080 }}
 figure {{ margin: .8rem 0 }} figcaption {{ font-size: 14px; opacity: .8 }}
 .modebar {{ opacity: 0 }} figure:hover .modebar {{ opacity: 1 }}
 table {{ border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }}

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
+from workbench.models.registry import colour_of
 from workbench.plots.style import GREY, colour, dressed, label, ordered, pale, words, wrapped
 
-FAINT = "rgba(128,128,128,0.6)"
 TICKS = [digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)]
 DASHES = ("dash", "dot", "longdash")
 
@@ -32,7 +32,7 @@ def budget_figure(frame: pd.DataFrame, published: Mapping[str, pd.DataFrame]) ->
             name = f"{label(model)}, {rows['source'].iloc[0]}"
             sources.append(str(rows["source"].iloc[0]))
             figure.add_scatter(
-                x=rows["tokens_per_parameter"], y=rows["value"], mode="lines", name=name, line={"color": FAINT, "width": 1.5, "dash": dash},
+                x=rows["tokens_per_parameter"], y=rows["value"], mode="lines", name=name, line={"color": GREY, "width": 1.5, "dash": dash},
                 hovertemplate=f"{name}<br>%{{x:.3g}} tokens per parameter: %{{y:+.3f}} nats<extra></extra>",
             )  # fmt: skip
     for model in series:
@@ -88,12 +88,12 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
         }
         figure.add_scatter(
             x=by_layer.index.astype(int), y=by_layer["mean"], error_y=bars, name=name, mode="lines+markers", row=1, col=1,
-            line={"color": f"hsl({210 + 150 * i},60%,48%)"},
+            line={"color": colour_of((210 + 150 * i) / 360)},
         )  # fmt: skip
     for name, dash in (("stream", "solid"), ("embedding", "dash")):
         figure.add_scatter(
             x=published["layer"], y=published[name], name=f"published: {name}", mode="lines+markers", row=1, col=2,
-            line={"color": FAINT, "dash": dash},
+            line={"color": GREY, "dash": dash},
         )  # fmt: skip
     figure.update_xaxes(title_text="layer", dtick=1)
     figure.update_yaxes(title_text="weight", col=1)

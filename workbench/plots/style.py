@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import html as markup
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -48,8 +49,8 @@ MINUS, MINUS_COLOUR = "A − B", "#8B6FC0"  # a difference of two subjects
 DETAIL, WITHOUT = " · ", "without "  # between a series and one run of it, or what it lacks
 GREY, GRID, SEQUENTIAL, DIVERGING = "#808080", "rgba(128,128,128,0.25)", "Cividis", "RdBu_r"
 NOISE = 1e-6  # differences below this share of the values are rounding
-TURN, DARK, LIGHT, FULL = 0.055, 0.28, 0.65, 0.5
-"""Of shades: how far the hue turns, roots of luminance from and to, which stand out on both pages, least saturation."""
+TURN, FULL, BRIGHT = 0.055, 0.5, 0.2
+"""Of shades: how far the hue turns, least saturation, luminance from which a second colour is darker and not lighter."""
 MARKS = (
     "circle",
     "square",
@@ -79,7 +80,8 @@ def colour(architecture: str, among: Sequence[str] = ()) -> str:
 
     `among`: the series of the figure, in order; several settings of one architecture get shades of its colour, the first the
     darkest. `resformer · A: s1, step 300`, one run at one step, has its architecture's; `B′:`, the second of two that are alike,
-    and `transformer · without ...`, which lacks something of the others, a lighter one.
+    and `transformer · without ...`, which lacks something of the others, a much lighter or darker one. All have 3:1 contrast on light
+    and dark pages.
     """
     if architecture == MINUS:
         return MINUS_COLOUR
@@ -87,8 +89,7 @@ def colour(architecture: str, among: Sequence[str] = ()) -> str:
     name = series.split(" ")[0]
     plain = registry.architecture_colour(name if name in registry.ARCHITECTURES else series)
     if detail.startswith(("B′", WITHOUT)):
-        light = "".join(f"{(int(plain[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5)) if plain[0] == "#" else ""
-        return f"#{light}" if light else plain
+        return _shade(plain, 1.0 if registry.luminance(plain) < BRIGHT else 0.0)
     kin = _settings(architecture, among)
     return _shade(plain, kin.index(architecture) / (len(kin) - 1)) if len(kin) > 1 else plain
 
@@ -112,17 +113,9 @@ def _settings(architecture: str, among: Sequence[str]) -> list[str]:
 @cache
 def _shade(plain: str, place: float) -> str:
     """Shade of a colour from dark (0) to light (1), in perceptually equal steps and with a slightly turning hue."""
-    if not plain.startswith("#"):
-        return plain
     hue, _, full = colorsys.rgb_to_hls(*(int(plain[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    low, high, wanted = 0.0, 1.0, (DARK + (LIGHT - DARK) * place) ** 2
-    for _ in range(12):
-        middle = (low + high) / 2
-        parts = colorsys.hls_to_rgb((hue + TURN * (2 * place - 1)) % 1, middle, max(full, FULL))
-        linear = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-        luminance = sum(share * p for share, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-        low, high = (low, middle) if luminance > wanted else (middle, high)
-    return "#" + "".join(f"{round(255 * part):02X}" for part in parts)
+    dark, light = map(math.sqrt, registry.LUMINANCES)
+    return registry.colour_of(hue + TURN * (2 * place - 1), (dark + (light - dark) * place) ** 2, max(full, FULL))
 
 
 def label(architecture: str) -> str:
@@ -150,9 +143,7 @@ def ordered(names: Any) -> list[str]:
 def pale(architecture: str, alpha: float = 0.18, among: Sequence[str] = ()) -> str:
     """The architecture's colour, transparent; `among` as of `colour`."""
     c = colour(architecture, among)
-    if c.startswith("#"):
-        return f"rgba({int(c[1:3], 16)},{int(c[3:5], 16)},{int(c[5:], 16)},{alpha})"
-    return c.replace("hsl", "hsla").replace(")", f",{alpha})")
+    return f"rgba({int(c[1:3], 16)},{int(c[3:5], 16)},{int(c[5:], 16)},{alpha})"
 
 
 def site(name: Any) -> str:

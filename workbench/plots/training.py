@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
+from workbench.models.registry import LUMINANCES, colour_of
 from workbench.plots.compare import AXES, subtracted
 from workbench.plots.records import MAX_WHOLE, checked, plot
 from workbench.plots.style import (
@@ -301,7 +302,7 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
         count, columns, subplot_titles=titles, shared_yaxes="all", vertical_spacing=0.3 / count, horizontal_spacing=0.06
     )
     parts = sorted(rows["part"].unique())
-    shades = [f"hsl({int(210 + 300 * i / max(len(parts), 1)) % 360},60%,48%)" for i in range(len(parts))]
+    shades = [colour_of((210 + 300 * i / len(parts)) / 360, LUMINANCES[i % 2]) for i in range(len(parts))]
     for i, layer in enumerate(layers):
         for part, shade in zip(parts, shades, strict=True):
             mine = rows[(rows["layer"] == layer) & (rows["part"] == part)]

@@ -69,6 +69,10 @@ class Entry:
         """True if it was trained elsewhere: its training data are unknown, so measuring it needs `data`."""
         return self.kind == "imported"
 
+    def at_step(self, step: int) -> str:
+        """Return `, step 300`; nothing for a single imported checkpoint whose step of training is unknown."""
+        return "" if self.imported and self.steps == (0,) else f", step {step}"
+
     @property
     def numbers_only(self) -> str:
         """Description of a run without checkpoints; empty for other runs."""

@@ -61,6 +61,8 @@ class DepthOptions(Measure):
     seed: str
     steps: list[int]
     step: int | None
+    at_step: str
+    """`, step 300`; nothing without a step, and for imported models whose step is unknown."""
     spread: str
 
     @property
@@ -102,7 +104,8 @@ def depth_options(source: Source, link: Link) -> DepthOptions:
     if steps and form != "steps":
         asked = link.whole("step")
         step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
-    return DepthOptions(**vars(measure), forms=forms, form=form, seeds=seeds, seed=seed, steps=steps, step=step,
+    at_step = "" if step is None else next(filter(None, (e.at_step(step) for e in runs)), "")
+    return DepthOptions(**vars(measure), forms=forms, form=form, seeds=seeds, seed=seed, steps=steps, step=step, at_step=at_step,
                         spread=link.choice("spread", plots.SPREADS, kind="error bars"))  # fmt: skip
 
 
@@ -144,7 +147,7 @@ def layers(source: Source, link: Link) -> Drawing:
         more_seeds = [(_relative(a), _relative(b)) for a, b in more_seeds]
     elif link.on("depth"):
         sentences.append("Relative depth applies to lines over layers only.")
-    title = _title(selected, None if compare else selected.step)
+    title = f"{_title(selected)}{'' if compare else selected.at_step}"
     everything = pd.concat(stored, ignore_index=True)
     figure = (
         plots.compared(stored, more_seeds, form=form, title=title, spread=selected.spread)
@@ -169,7 +172,7 @@ def course(source: Source, link: Link) -> Drawing:
     within = ["layer", "head", "position", "value", "se"]
     means = rows.groupby([c for c in rows if c not in within], dropna=False, observed=True, as_index=False)["value"]
     rows = means.mean().assign(**dict.fromkeys(("layer", "head", "position", "se")))[list(rows)]
-    title = f"{_title(selected, None)}{f': {of}' if of else ' '}over training"
+    title = f"{_title(selected)}{f': {of}' if of else ' '}over training"
     return Drawing(plots.plot(rows, form="steps", title=title, spread=selected.spread), rows)
 
 
@@ -227,9 +230,7 @@ def differences(source: Source, link: Link) -> Drawing:
     unit = str(selected.rows["unit"].dropna().iloc[0]) if selected.rows["unit"].notna().any() else ""
     under = "; ".join(filter(None, (f"mean over {seeds}" if most > 1 else seeds, whisker)))
     axis = f"{unit}, difference", plots.reading_direction(selected.rows[control])
-    title = f"{_title(selected, None)}{words}" + (
-        "" if link.on("compare") or selected.step is None else f", step {selected.step}"
-    )
+    title = f"{_title(selected)}{words}{'' if link.on('compare') else selected.at_step}"
     figure = plots.layer_differences(shown, title, under, axis)
     sentences = []
     for model, part in table.groupby("architecture", sort=False):
@@ -299,14 +300,13 @@ def _of(rows: pd.DataFrame, subject: RunAtStep, form: str | None) -> pd.DataFram
     return one_sample(_at(own, subject.step, form)) if len(own) else own
 
 
-def _title(selected: DepthOptions, step: int | None) -> str:
-    """Measure, site, variant and step, so that a figure can be read without its page."""
+def _title(selected: DepthOptions) -> str:
+    """Measure, site and variant, so that a figure can be read without its page."""
     title = selected.metric.replace("_", " ").capitalize() + (
         f" of {plots.site(selected.site)}" if selected.site else ""
     )
     title += plots.positions_of(selected.rows)
-    title += "" if selected.variant == PLAIN else f", {plots.site(selected.variant)}"
-    return title if step is None else f"{title}, step {step}"
+    return title + ("" if selected.variant == PLAIN else f", {plots.site(selected.variant)}")
 
 
 def _relative(rows: pd.DataFrame) -> pd.DataFrame:
@@ -416,14 +416,14 @@ def behind(source: Source, link: Link) -> Drawing:
         columns=["document", "value", "pull", "prompt"],
     ).assign(run=number.entry.name, step=number.step, layer=number.layer, head=number.head, unit=number.unit)
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
-    of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}, step {number.step}"
+    of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}{number.entry.at_step(number.step)}"
     of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
     ordered = "that differ most" if minus and order == "furthest" else ORDERS[order]
     under = f"{of}; the {len(table)} of {len(values)} documents {ordered}; dotted: mean of all"
     own = selected.rows[selected.rows["run"] == number.entry.name]
     what = "difference by document" if minus else "documents"
     figure = documents(
-        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected, None)}{at}: {what}", under,
+        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected)}{at}: {what}", under,
         (f"{number.unit}, difference", "") if minus else (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
@@ -483,7 +483,7 @@ def experts(source: Source, link: Link) -> Drawing:
         rows = _routing_rows(source, link, subject, "expert_load")
         rows = rows[rows["variant"].isna()]
         if rows.empty:
-            sentences.append(f"{subject.title} has no load of experts at step {subject.step}.")
+            sentences.append(f"{subject.title} has no load of experts.")
             continue
         cells = rows.pivot_table("value", "layer", "index")  # NaN where a layer has fewer experts
         largest = float(cells.max().max())

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import WorkbenchError
+from workbench.models.registry import OPTION_LABELS, architecture_label
 from workbench.plots.grids import safe
 from workbench.plots.style import GREY, MINUS_COLOUR, at_least, dressed
 from workbench.reports.differences import (
@@ -33,12 +34,36 @@ QUANTITIES = {
 }
 """Columns of the table of weights, in words."""
 UNITS = {"relative": "size", "top_share": "share", "overlap_out": "overlap", "overlap_in": "overlap"}
+SETTINGS = {
+    "architecture": "architecture", "seed": "seed", "model.n_layers": "layers", "model.d_model": "width", "model.n_heads": "heads",
+    "model.d_mlp": "MLP width", "model.d_vocab": "vocabulary size", "model.n_ctx": "longest context (tokens)",
+    "model.n_key_value_heads": "key-value heads", "model.rms_norm_eps": "epsilon of the norms", "model.rope_theta": "rotary base",
+    "model.init_std": "standard deviation at init", "train.steps": "training steps", "train.batch": "sequences per step",
+    "train.T": "sequence length (tokens)", "train.lr": "learning rate", "train.lr_final": "final learning rate (share)",
+    "train.warmup": "warm-up steps", "train.weight_decay": "weight decay", "train.beta1": "Adam beta 1", "train.beta2": "Adam beta 2",
+    "train.eps": "Adam epsilon", "train.clip": "gradient clipping", "train.log_every": "steps between logs",
+    "train.validate_every": "steps between validations", "train.validation_sequences": "validation sequences",
+    "train.save_every": "steps between checkpoints", "train.checkpoints": "checkpoints kept", "train.bf16": "bfloat16",
+    "data.kind": "kind of data", "data.hash": "data (checksum)", "data.bos": "start token", "data.domains": "domains",
+    "data.vocabulary": "symbols", "data.shortest": "shortest distance", "data.triggers": "triggers",
+    "versions.python": "Python version", "versions.torch": "PyTorch version", "versions.workbench": "workbench version",
+}  # fmt: skip
+"""Settings of a run in words; options are in the registry."""
+PLAIN = {"null": "none", "true": "yes", "false": "no"}
 ROW, LONGEST = 24, 28  # pixels of a measure's row, characters of a setting's value
 
 
 def both_models(source: Source, link: Link) -> list[RunAtStep]:
     """Models A and B of a link, also if it does not name B."""
     return source.subjects(link.but(compare=1))
+
+
+def setting_label(key: str) -> str:
+    """Return a setting such as `options.lambda_v1` in words; unknown ones keep their name, with spaces."""
+    section, _, name = key.partition(".")
+    if section == "options" and name in OPTION_LABELS:
+        return OPTION_LABELS[name]
+    return SETTINGS.get(key) or f"{name or section} ({section})".replace("_", " ")
 
 
 @view("differences")
@@ -50,13 +75,15 @@ def settings(source: Source, link: Link) -> Drawing:
     if table.empty:
         raise WorkbenchError("A and B have equal settings.")
     figure = go.Figure()
-    rows = [safe(name) for name in table["setting"]]
+    keys = [str(key) for key in table["setting"]]
+    rows = plots.unique([safe(setting_label(key)) for key in keys])
     for column in table.columns[1:]:
-        values = [value or "–" for value in table[column]]
+        values = [PLAIN.get(value, architecture_label(value)) or "–" for value in table[column]]
         figure.add_scatter(
             x=[safe(column).replace(", step", "<br>step")] * len(table), y=rows, mode="text", name=safe(column), showlegend=False,
-            text=[safe(short(value, LONGEST)) for value in values], customdata=[[safe(value)] for value in values],
-            hovertemplate="%{y}<br>%{customdata[0]}<extra></extra>",
+            text=[safe(short(value, LONGEST)) for value in values],
+            customdata=[[safe(key), safe(value)] for key, value in zip(keys, values, strict=True)],
+            hovertemplate="%{y}<br>%{customdata[0]} = %{customdata[1]}<extra></extra>",
         )  # fmt: skip
     figure.update_yaxes(type="category", range=[len(table) - 0.5, -0.9], showgrid=False)
     figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5])

@@ -95,7 +95,9 @@ def finding(source: Source, link: Link) -> Finding:
     """
     experiments: dict[str, list[Entry]] = {}
     asked = link.text("set")
-    for entry in source.catalogue().entries if asked else source.listed():  # a shipped model is shown if asked for
+    asked_runs = source.catalogue().groups.get(asked or "", ())  # a shipped experiment is compared if asked for
+    shipped = bool(asked_runs) and all(e.shipped for e in asked_runs)
+    for entry in (e for e in source.catalogue().entries if e.shipped) if shipped else source.listed():
         if entry.finished and not entry.imported and not entry.numbers_only:
             experiments.setdefault(entry.group, []).append(entry)
     experiments = {name: runs for name, runs in experiments.items() if _paired(runs)}

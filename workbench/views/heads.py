@@ -304,7 +304,7 @@ def history(source: Source, link: Link) -> Drawing:
     first, last = own.iloc[0], own.iloc[-1]
     if len(own) == 1:
         more = f"; more: workbench measure {shlex.quote(picked.entry.path)} -m {selected.metric} --steps all"
-        sentence = f"{picked.name}: {last['value']:.3g} at step {last['step']}, the only measured step"
+        sentence = f"{picked.name}: {last['value']:.3g}{picked.entry.at_step(last['step'])}, the only measured step"
         return Drawing(figure, table, sentence + ("" if picked.entry.shipped else more))
     then = others.loc[others["step"] == last["step"], "value"]
     before = int((then > last["value"]).sum() if selected.end == "highest" else (then < last["value"]).sum())
@@ -339,7 +339,7 @@ def passages(source: Source, link: Link) -> Drawing:
     table = table.assign(run=picked.entry.name, step=subject.step, first_position=first_position)
     first = table.iloc[0]
     under = (
-        f"step {subject.step}; largest weight in each of {len(ids)} documents of {ids.shape[1]} tokens; position 0, "
+        f"largest weight in each of {len(ids)} documents of {ids.shape[1]} tokens{picked.entry.at_step(subject.step)}; position 0, "
         f"which gets {first_position:.2f} of the attention on average, and the query itself are excluded"
     )
     drawn = table.assign(**{c: table[c].map(short) for c in ("key token", "query token")})

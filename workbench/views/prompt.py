@@ -229,9 +229,7 @@ def surprise(source: Source, link: Link) -> Drawing:
         every = max(1, -(-len(ticks) // 40))
         figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=row, col=1)
     if len(lines) == 2 and alike:
-        figure.add_bar(
-            x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS), opacity=0.6
-        )
+        figure.add_bar(x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS))
     figure.update_yaxes(title_text="loss (nats)")
     drawn, under = len(lines[0][1]), "−ln of its probability given the tokens before it; lower: more expected"
     if drawn < length:

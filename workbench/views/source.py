@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +50,7 @@ IDS = " ".join(map(str, 2 * [*range(1, 13)]))
 """Default prompts: text, as many letters as the demo's models learned to copy, ids for a model without a tokenizer."""
 TOKENIZER = "tokenizer.json"
 EVIDENCE, MODELS = SHIPPED / "evidence", SHIPPED / "models"
-"""Shipped studies without weights, and shipped models: shown while the folder of runs is empty."""
+"""Shipped studies without weights, and shipped models."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class RunAtStep:
     @property
     def name(self) -> str:
         """`ResFormer · s0, step 300`."""
-        return f"{run_name(self.entry)}, step {self.step}"
+        return f"{run_name(self.entry)}{self.entry.at_step(self.step)}"
 
     @property
     def series(self) -> str:
         """The `architecture` of its rows in figures; begins with the registry name, which gives the colour."""
         tag = f"{self.tag}{'′' if self.alike and self.tag == 'B' else ''}: " if self.tag else ""
         own = self.entry.name if self.entry.imported else f"s{self.entry.seed}"
-        return f"{self.entry.series.partition(DETAIL)[0]}{DETAIL}{tag}{own}, step {self.step}"
+        return f"{self.entry.series.partition(DETAIL)[0]}{DETAIL}{tag}{own}{self.entry.at_step(self.step)}"
 
 
 def run_name(entry: Entry) -> str:
@@ -138,7 +139,7 @@ class Source:
         return self.cache.catalogue(self.folder)
 
     def listed(self) -> tuple[Entry, ...]:
-        """Return the runs of the folder without shipped models; the shipped runs if it has none."""
+        """Return the runs of the folder without shipped ones; the shipped runs if it has none."""
         entries = self.catalogue().entries
         return tuple(e for e in entries if not e.shipped) or entries
 
@@ -389,19 +390,25 @@ WORD_ENDS = re.compile(r"[^\w.=+]+|_")
 
 
 def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
-    """Return the runs of a folder, with the shipped models unless it has a text model; the shipped runs if it has none.
+    """Return the runs of a folder and, after them, the shipped studies; the shipped runs alone if it has none.
 
-    Unchanged runs are taken from `known`.
+    Shipped models are left out if the folder has a text model, and shipped runs of an experiment that the folder has: their seeds
+    would count twice. Unchanged runs are taken from `known`, which is returned itself if nothing changed.
     """
-    own = catalogue(folder, known)
+    shipped = shipped_runs(EVIDENCE, MODELS)
+    before = known
+    if known and known.folder != shipped.folder:
+        before = replace(known, entries=tuple(e for e in known.entries if e.path not in shipped.by_path))
+    own = catalogue(folder, before)
     if not own.entries:
-        shipped = own if own.problems else shipped_runs(EVIDENCE, MODELS)
-        return shipped if shipped.entries else own
-    if any(e.steps and e.kind == "text" for e in own.entries):
-        return own
-    names = {e.name for e in own.entries}
-    models = [e for e in shipped_runs(EVIDENCE, MODELS).entries if e.steps and e.name not in names]
-    return replace(own, entries=own.entries + tuple(models))
+        return shipped if shipped.entries and not own.problems else own
+    names, with_text = {e.name for e in own.entries}, any(e.steps and e.kind == "text" for e in own.entries)
+    more = (e for e in shipped.entries if e.name not in names and e.group not in own.groups)
+    entries = own.entries + tuple(e for e in more if not (with_text and e.steps))
+    if known and len(entries) == len(known.entries) and all(map(operator.is_, entries, known.entries)):
+        known.turn, known.problems, known.others = own.turn, own.problems, own.others
+        return known
+    return replace(own, entries=entries)
 
 
 @cache

@@ -205,7 +205,7 @@ def verdicts_table(judged: Sequence[Judgement]) -> pd.DataFrame:
     """A row for each claim."""
     return pd.DataFrame([
         {"question": j.claim.question, "claim": j.claim.name, "says": j.claim.text,
-         "verdict": j.verdict.words, "because": j.verdict.sentence, "runs": len(j.verdict.runs),
+         "verdict": j.verdict.words, "because": j.verdict.details, "runs": len(j.verdict.runs),
          "not measured": ", ".join(j.missing), "published": j.claim.published, "source": j.claim.source}
         for j in judged
     ])  # fmt: skip
@@ -239,11 +239,13 @@ def verdict(source: Source, link: Link) -> Drawing:
     check_part(link, "verdicts")
     all_judged = judgements(source, link)
     judged = judged_claim(all_judged, link)
-    numbers, sentence = judged.verdict.adjusted(), judged.verdict.sentence
+    numbers, sentence = judged.verdict.adjusted(), judged.verdict.details
     if len(numbers) and {"comparison", "value", "low", "high"} <= set(numbers.columns):
         title = judged.claim.name.replace("_", " ").capitalize()
         tested = sum(math.isfinite(j.verdict.p) for j in all_judged)
-        adjusted = f"{tested} claims" if judged.verdict.alone is not None and tested > 1 else ""
+        settings = len(judged.verdict.settings)
+        adjusted = f"{tested} claims{f', {settings} settings of this one' * (settings > 1)}"
+        adjusted = adjusted if judged.verdict.alone is not None and max(tested, settings) > 1 else ""
         sentence += " Intervals in this sentence are those before Holm's correction." if adjusted else ""
         return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
     from workbench.claims.collect import stored  # imports torch
@@ -336,7 +338,7 @@ def demo_status(folder: Path) -> DemoStatus | None:
 def demo_runs(source: Source, *experiments: str) -> list[Entry]:
     """The demo's runs of some experiments, by the names it gives them."""
     names = re.compile(rf"({'|'.join(experiments)})-.+-s\d+")
-    return [e for e in source.catalogue().entries if names.fullmatch(e.name)]
+    return [e for e in source.listed() if names.fullmatch(e.name)]
 
 
 def only_demo(source: Source) -> bool:

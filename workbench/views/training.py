@@ -60,7 +60,9 @@ def _rows(source: Source, link: Link, metric: str, *, seeds: bool = False) -> li
             of[0].entry.name: of for of in reversed(list(zip(*pairs, strict=True)))
         }  # of one run at two steps A stays
         parts = [
-            source.telemetry([s.entry for s in of], [metric]).assign(architecture=of[0].series.rpartition(", step ")[0])
+            source.telemetry([s.entry for s in of], [metric]).assign(
+                architecture=of[0].series.removesuffix(of[0].entry.at_step(of[0].step))
+            )
             for of in reversed(subjects.values())
         ]
     else:
