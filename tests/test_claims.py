@@ -1,12 +1,13 @@
 """The registry of claims: what each must state, what is missing is explained, which runs are compared."""
 
+import json
 import math
 
 import pytest
-from planted import LAST, evidence, judged, per_layer, run, runs, with_losses, with_sinks
+from planted import LAST, evidence, judged, per_layer, row, run, runs, with_losses, with_sinks
 
 from workbench.claims import CLAIMS, Evidence
-from workbench.claims.verdict import Verdict, corrected, decide, expected_by_chance, of_settings
+from workbench.claims.verdict import InsufficientEvidence, Verdict, corrected, decide, expected_by_chance, of_settings
 from workbench.models import ARCHITECTURES
 from workbench.statistics.intervals import Interval, over_seeds
 
@@ -112,6 +113,19 @@ def test_a_run_that_was_measured_at_an_earlier_step_is_not_compared_with_trained
     last = evidence(made, rows).rows("cache_bytes")
     assert set(last["seed"]) == {1, 2}
     assert set(last["step"]) == {LAST}
+
+
+def test_measures_of_other_documents_are_not_compared():
+    made = runs("transformer", "resformer")
+    rows = [
+        row(of, "cache_bytes", 4.0, provenance=json.dumps({"data": "64" if of["model"] == "resformer" else "32"}))
+        for of in made
+    ]
+    pair = evidence(made, rows)
+    with pytest.raises(InsufficientEvidence, match="on other documents for resformer and transformer"):
+        pair.difference(pair.rows("cache_bytes"), "resformer")
+    same = evidence(made, [each | {"provenance": json.dumps({"data": "64"})} for each in rows])
+    assert same.difference(same.rows("cache_bytes"), "resformer").n == 3
 
 
 def test_a_page_of_claims_is_corrected_over_all_that_were_tested():

@@ -167,8 +167,18 @@ def test_layers_that_one_side_lacks_do_not_count():
     table, sentence = measure_differences(a, b[b["layer"] == 0])
     assert (table["a"].item(), table["difference"].item()) == pytest.approx((2.0, 0.0))
     assert not table["moved"].item()
-    assert "1 of 1 measures are means over the layers, heads and positions that both have" in sentence
+    assert "1 of 1 measures are means over the layers, heads, positions and documents that both have" in sentence
     assert "that both have" not in measure_differences(a, b)[1]
+
+
+def test_measures_of_other_documents_are_not_compared():
+    a, b = (
+        rows({0: 1.0, 1: 2.0, 2: 3.0}).assign(provenance=json.dumps({"data": documents})) for documents in ("64", "32")
+    )
+    assert measure_differences(a, a)[0]["seeds"].tolist() == [3]
+    table, sentence = measure_differences(a, b)  # the same difference in every seed
+    assert table.empty
+    assert "no measure on the same documents" in sentence
 
 
 def test_directions_beyond_the_rank_of_a_change_do_not_count():

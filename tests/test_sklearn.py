@@ -84,6 +84,8 @@ def test_other_sites_layers_and_hook_points_are_refused_by_name():
         as_matrix(model, "pattern", TOKENS, layer=0)
     with pytest.raises(BadData, match=r"layer 2 has no v; choose from \[0, 1\]"):
         as_matrix(model, "v", TOKENS, layer=2)
+    with pytest.raises(BadData, match="leave out layer=1"):
+        as_matrix(model, "blocks.0.attn.hook_v", TOKENS, layer=1)
     with pytest.raises(BadData, match="not a vector for each"):
         as_matrix(model, "blocks.0.attn.hook_pattern", TOKENS)
 

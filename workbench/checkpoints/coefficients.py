@@ -177,9 +177,9 @@ def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iter
     elif (
         values.ndim > 1 and set(values.shape[1:]) <= PARTS.keys()
     ):  # by layer, of its sublayers, and by stream that they write
-        for place in itertools.product(*map(range, values.shape)):
-            part = ", ".join([PARTS[2][place[1]], *(f"stream {i}" for i in place[2:])])
-            yield row | {"layer": place[0], "part": part, "value": float(values[place])}
+        for cell in itertools.product(*map(range, values.shape)):
+            part = ", ".join([PARTS[2][cell[1]], *(f"stream {i}" for i in cell[2:])])
+            yield row | {"layer": cell[0], "part": part, "value": float(values[cell])}
     else:
         numbered = quantity not in ("scalars", "skip_weights", "skip_gates", "table", "gains") and values.numel() > 1
         for n, x in enumerate(values.flatten().tolist()):

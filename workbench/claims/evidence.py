@@ -309,8 +309,9 @@ class Evidence:
 
     def difference(self, rows: pd.DataFrame, model: str, baseline: str = "transformer") -> Interval:
         """Return the mean of model - baseline, paired by seed; raises `InsufficientEvidence` if one has no value."""
-        both = (self.known(rows, name).groupby("seed")["value"].mean() for name in (model, baseline))
-        return paired_seeds(*(means.astype(float) for means in both))
+        both = [self.known(rows, name) for name in (model, baseline)]
+        refuse_other_documents(both)
+        return paired_seeds(*(each.groupby("seed")["value"].mean().astype(float) for each in both))
 
     def differences(self, rows: pd.DataFrame, model: str, baselines: Iterable[str]) -> dict[str, Interval]:
         """Return the `difference` from each baseline that shares a seed with the model, by name.
@@ -405,6 +406,17 @@ def sound(rows: pd.DataFrame) -> pd.DataFrame:
         metric = rows["metric"].iloc[0] if "metric" in rows else "The last loss"
         raise InsufficientEvidence(f"{metric} {why.format(listed(broken))}")
     return rows
+
+
+def refuse_other_documents(sides: Sequence[pd.DataFrame]) -> None:
+    """Raise `InsufficientEvidence` if the records of a metric are of other documents on one side than on the other."""
+    known = [side["provenance"].dropna().unique() for side in sides if "provenance" in side]
+    samples = [{str(facts(text).get("data", "")) for text in texts} for texts in known]
+    if all(samples) and any(each != samples[0] for each in samples):
+        names = [side["architecture"].iloc[0] for side in sides]
+        raise InsufficientEvidence(
+            f"{sides[0]['metric'].iloc[0]} is measured on other documents for {listed(names)}; measure them on the same."
+        )
 
 
 def loss_curve(rows: pd.DataFrame) -> pd.Series:

@@ -187,7 +187,7 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
         settings.append(pair.runs[[c for c in SETTING if c != "data"]].drop_duplicates())
     differ = [c for c in settings[0] if len(pd.concat([each[c] for each in settings]).unique()) > 1]
     if differ or not methods:
-        what = f"differ in {listed(differ)}" if differ else "have no value-residual model in common"
+        what = f"differ in {listed(list(map(str, differ)))}" if differ else "have no value-residual model in common"
         raise InsufficientEvidence(f"The runs with and without a start token {what}: train both arms equally.")
     interaction = paired_seeds(changes[True], changes[False])
     sentence = (

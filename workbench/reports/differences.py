@@ -369,19 +369,23 @@ def measure_differences(
         documents: `stored_documents` of A and of B, if there are any.
 
     Returns:
-        A row for each measure that both have on the same data: its name, `a` and `b` (means over the shared seeds), `difference`
+        A row for each measure that both have on the same documents: its name, `a` and `b` (means over the shared seeds), `difference`
         (B - A), `low` and `high` (adjusted interval), `seeds`, `p` (adjusted) and `moved`. And a sentence that says how many
         moved beyond which noise, or why nothing is claimed.
     """
     means = []
     for name, given in (("a", a), ("b", b)):
         keyed = given.assign(**{c: given[c].astype(object).where(given[c].notna(), "") for c in (*AXES, *CELL)})
-        means.append(keyed.groupby([*AXES, *CELL, "seed"])["value"].mean().astype(float).rename(name))
+        samples = {text: str(facts(text).get("data", "")) for text in given["provenance"].dropna().unique()}
+        keyed["sample"] = [
+            samples.get(text, "") for text in given["provenance"]
+        ]  # of other documents the seeds share the difference
+        means.append(keyed.groupby([*AXES, *CELL, "sample", "seed"])["value"].mean().astype(float).rename(name))
     shared = pd.concat(means, axis=1, join="inner")
     both = shared.groupby(level=[*AXES, "seed"]).mean().reset_index()
     if both.empty:
-        return both, "Measures are not compared: A and B share no measure on the same data and seed."
-    cells = [set(x.index.droplevel("seed")) for x in means]
+        return both, "Measures are not compared: A and B share no measure on the same documents and seed."
+    cells = [{key[:-1] for key in x.index.tolist()} for x in means]  # without the seed
     alone = {
         cell[: len(AXES)] for cell in cells[0] ^ cells[1]
     }  # measures of which one side has more layers, for example
@@ -409,7 +413,7 @@ def measure_differences(
     seeds = max(map(len, each.values()))
     partly = len(alone.intersection(each))
     over = (
-        f" {partly} of {len(each)} measures are means over the layers, heads and positions that both have."
+        f" {partly} of {len(each)} measures are means over the layers, heads, positions and documents that both have."
         if partly
         else ""
     )

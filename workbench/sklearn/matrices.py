@@ -54,6 +54,8 @@ def as_matrix(
     ids = as_ids(model, tokens)
     if site in model.hook_dict:
         name = site
+        if layer is not None and f"blocks.{layer}." not in site:
+            raise BadData(f"{site} is a hook point of its own layer: leave out layer={layer}")
     else:
         known = site_hooks(model, site)
         if layer not in known:
