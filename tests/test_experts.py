@@ -144,6 +144,9 @@ def test_measures_by_hand():
     assert expert_load(weights)[0].tolist() == pytest.approx([0.5, 1, 1.5, 1])  # 1, 2, 3, 2 of 4 tokens, even: 1 / 2
     assert expert_load(weights, tokens_used="first")[0].tolist() == pytest.approx([2, 2, 0, 0])
     assert expert_load(weights, tokens_used="later")[0].tolist() == pytest.approx([0, 2 / 3, 2, 4 / 3])
+    dropped = weights * (torch.arange(4) < 2)[:, None]  # the last two tokens take no expert
+    assert torch.equal(expert_load(torch.cat([weights, dropped]))[:1], expert_load(weights)), "not by the batch"
+    assert not expert_load(dropped.flip(1), tokens_used="first").any()
     assert first_token_experts(weights).item() == pytest.approx(1 / 6)  # one of two in one of three tokens
     assert first_token_experts(weights, between_later=True).item() == pytest.approx((1 / 2 + 1 / 2 + 1) / 3)
     assert first_token_experts(weights[:, :, [1, 0, 2, 3]]).item() == pytest.approx(1 / 6), "experts have no order"

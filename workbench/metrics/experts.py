@@ -43,8 +43,8 @@ def expert_load(
     """
     taken = wide(expert_weights).ne(0).to(torch.promote_types(expert_weights.dtype, torch.float32))
     taken = {"all": taken, "first": taken[:, :1], "later": taken[:, 1:]}[tokens_used]
-    even = taken.sum(-1).mean() / taken.shape[-1]
-    return taken.mean(1) / even
+    even = taken.sum(-1).mean(1, keepdim=True) / taken.shape[-1]  # of each document: tokens may be dropped
+    return torch.where(even > 0, taken.mean(1) / even, 0.0)
 
 
 @metric(
