@@ -18,7 +18,7 @@ from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, Wor
 from workbench.runs.importing import import_run
 from workbench.runs.run import Run
 from workbench.views import Link, Source
-from workbench.views.depth_weights import depth_weights
+from workbench.views.depth_weights import checkpoint_coefficients
 
 CODE = """
 import strangers
@@ -90,7 +90,7 @@ def test_a_run_of_own_code_computes_what_the_module_does_and_is_recognised(mine,
 
 def test_depth_weights_of_an_observed_module_are_those_that_are_fitted(mine, monkeypatch):
     monkeypatch.setenv(BUILDERS, "own_code:build")
-    drawing = depth_weights(Source(mine.path.parent), Link("depth", {"weights": "1"}))
+    drawing = checkpoint_coefficients(Source(mine.path.parent), Link("depth", {"weights": "1"}))
     assert "Fitted to the activations" in drawing.sentence
     values = drawing.table.set_index(["layer", "part"])["value"]
     assert values[1, "first"] == pytest.approx(0.4, abs=1e-5)

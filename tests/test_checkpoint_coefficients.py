@@ -15,14 +15,16 @@ from workbench.checkpoints.coefficients import read_coefficients
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.models import build
 from workbench.views import Link, Source
-from workbench.views.depth_weights import depth_weights
+from workbench.views.depth_weights import checkpoint_coefficients
 
 CONFIG = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 64, "d_vocab": 61, "n_ctx": 64}
 
 
 def drawn(folder, **options):
     """The drawing of a link, whose figure must have the numbers of its table and no others."""
-    drawing = depth_weights(Source(folder), Link("depth", {key: str(value) for key, value in options.items()}))
+    drawing = checkpoint_coefficients(
+        Source(folder), Link("depth", {key: str(value) for key, value in options.items()})
+    )
     check(drawing.figure)
     marks = [t for t in drawing.figure.data if t.type == "heatmap" or "markers" in t.mode]
     values = np.concatenate([np.ravel(t.z if t.type == "heatmap" else t.y).astype(float) for t in marks])
@@ -222,7 +224,7 @@ def test_a_link_draws_the_weights_of_two_models_beside_those_at_random_init(popu
     first = read_coefficients(populated / "text-denseformer-s0" / "step_000000").frame["value"]
     assert one.table["init"].tolist() == first.tolist()
     with pytest.raises(WorkbenchError, match="drawn with weights=1"):
-        depth_weights(Source(populated), Link("depth"))
+        checkpoint_coefficients(Source(populated), Link("depth"))
     with pytest.raises(WorkbenchError, match="Transformer · s0, step 20 has no learned depth weights"):
         drawn(populated, weights=1, a="text-transformer-s0")
 

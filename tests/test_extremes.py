@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from workbench import plots
+from workbench.plots.grids import signed
 from workbench.plots.maps import separation_figure
 from workbench.plots.style import values_by_axis
 from workbench.runs.records import provenance, records
@@ -117,3 +118,11 @@ def test_lines_by_layer_beside_their_chance_show_all_that_they_draw(values):
         {"architecture": "transformer", "measure": "share", "layer": layers, "value": values, "chance": 1.0}
     )
     check(separation_figure(table, "Lines", ""))
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [([0.5, -0.0123], ["+0.500", "-0.012"]), ([0.00623, -1e-7], ["+6.2e-3", "0"]), ([-123.4, 0.4], ["-123", "0"])],
+)
+def test_signed_numbers_fit_a_cell(values, texts):
+    assert signed(np.array(values)).tolist() == texts

@@ -37,7 +37,7 @@ def depth_page(link: Link) -> None:
         path = widgets.text_line(
             "Checkpoint", "path", placeholder="model A; or a folder or file with weights", width=420
         )
-        show(depth_weights.depth_weights, link.but(weights=1, path=path or None))
+        show(depth_weights.checkpoint_coefficients, link.but(weights=1, path=path or None))
     with controls():
         link, options = _choices(link)
     paired = depth.has_pairs(cached_source(), link, options)

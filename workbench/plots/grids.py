@@ -164,8 +164,9 @@ def _add(
 def signed(values: np.ndarray) -> np.ndarray:
     """Write numbers with a sign for cells, the largest with three digits; 0 where they round to nothing beside it."""
     places = max(0, 2 - math.floor(math.log10(np.abs(values).max(initial=1e-12) or 1e-12)))
-    write = lambda x: f"{x:+.{places}f}" if round(float(x), places) else "0"  # noqa: E731
-    return np.vectorize(write, otypes=[object])(values)
+    # a cell has room for seven letters
+    form = (lambda x: f"{x:+.{places}f}") if places < 5 else (lambda x: f"{x:+.1e}".replace("e-0", "e-"))
+    return np.vectorize(lambda x: form(x) if round(float(x), places) else "0", otypes=[object])(values)
 
 
 def _letters(grid: Grid, abreast: int) -> int:
