@@ -208,8 +208,8 @@ def warn_of_unknown_keys() -> None:
 
 def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None, **changes: str | None) -> None:
     """A link to a page that keeps the selection, with some options changed, or left out if None."""
-    carried = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE} | changes
-    carried = {key: value for key, value in carried.items() if value is not None}
+    kept = {k: v for k, v in st.query_params.items() if k in KEYS - OF_ONE_PAGE and k not in changes}
+    carried = kept | {key: value for key, value in changes.items() if value is not None}
     carried |= {SAME_PAGE: "1"} if page == st.session_state.get("page") else {}
     st.page_link(target or f"screens/{page}.py", label=label, icon=icon, query_params=carried)
 

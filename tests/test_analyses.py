@@ -157,7 +157,7 @@ def test_damaged_and_unfinished_runs_are_left_out_with_their_reason(three, tmp_p
     assert "not finished" in found.problems[three[1].name]
     assert "loss" in found.problems[three[2].name]
     assert found.judged[0].verdict.status == "not_checkable"
-    assert found.judged[0].verdict.sentence == "Needs runs of transformer; here are resformer and svformer."
+    assert found.judged[0].verdict.sentence == "Needs runs of Transformer; here are ResFormer and SVFormer."
 
 
 def test_no_run_at_all_is_refused(tmp_path):

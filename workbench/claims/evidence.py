@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.claims.wording import RATES, listed
+from workbench.claims.wording import RATES, listed, model_name
 from workbench.runs.records import SAMPLE_COLUMNS, facts, records
 from workbench.runs.table_cache import Recent, bytes_of
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds, t_quantile
@@ -188,10 +188,14 @@ class Evidence:
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         names = [name for group in groups for name in group]
-        absent = [" or ".join(g) for g in groups if not set(g) & set(self.models)]
+        absent = [" or ".join(map(model_name, g)) for g in groups if not set(g) & set(self.models)]
         if absent:
-            architectures = list(dict.fromkeys(self.runs["architecture"]))
-            here = f"here are {listed(architectures)}" if architectures else "here are no runs that can be used"
+            architectures = [model_name(name) for name in dict.fromkeys(self.runs["architecture"])]
+            here = (
+                f"here {'is' if len(architectures) == 1 else 'are'} {listed(architectures)}"
+                if architectures
+                else "here are no runs that can be used"
+            )
             raise InsufficientEvidence(f"Needs runs of {listed(absent)}; {here}.")
         equal = [c for c in SETTING if c not in ignoring]
         parts = [rows for _, rows in self.runs.groupby(equal, dropna=False)]
@@ -212,7 +216,7 @@ class Evidence:
             runs_of = self.runs[self.runs["model"].isin(names)]
             differ = [c for c in equal if runs_of[c].nunique(dropna=False) > 1]
             raise InsufficientEvidence(
-                f"{listed([' or '.join(g) for g in groups])} are here, but never under equal conditions: they differ in "
+                f"{listed([' or '.join(map(model_name, g)) for g in groups])} are here, but never under equal conditions: they differ in "
                 f"{listed(differ)}. Train them with equal data, length, size and recipe."
             )
 

@@ -10,7 +10,7 @@ from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import OPTION_LABELS, architecture_label
 from workbench.plots.grids import safe
-from workbench.plots.style import GREY, MINUS_COLOUR, at_least, dressed
+from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed
 from workbench.reports.differences import (
     SECTIONS,
     measure_differences,
@@ -146,7 +146,11 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     for row in shown.to_dict("records"):
         parts = [
             str(row["metric"]).replace("_", " "),
-            *(str(row[k]) for k in ("site", "variant", "part") if row[k] is not None),
+            *(
+                SITES.get(row[k], str(row[k]).replace("_", " "))
+                for k in ("site", "variant", "part")
+                if row[k] is not None
+            ),
         ]
         names.append(", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts))
     hollow = ["circle" if moved else "circle-open" for moved in shown["moved"]]
