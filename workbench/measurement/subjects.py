@@ -148,12 +148,11 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
         return data
     if isinstance(data, Tensor | np.ndarray | list | tuple):
         return _ids(data, T)
-    start = (subject.run or subject.model).start_token
     # Path.exists raises for texts too long to be a name
     if isinstance(data, str) and not (is_named(data) or (data and os.path.exists(data))):  # noqa: PTH110
         if not any(c.isspace() for c in data) and local(data).suffix in FILES:
             raise BadData(f"{data} does not exist; give text, or the path of a file that is there")
-        ids = _tokenizer(subject, "text").encode(data)
+        ids, start = _tokenizer(subject, "text").encode(data), _start_token(subject)
         return _ids([ids if start is None else [start, *ids]], T, "text")
     if data is None and subject.run is None:
         raise WorkbenchError(
@@ -167,7 +166,7 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
         documents, files = read_documents([data], split="validation")
         data = Corpus(tuple(documents), {"files": files})
     if isinstance(data, Corpus):
-        data = TextData(data, _tokenizer(subject, "a corpus"), None if start is None else "each")
+        data = TextData(data, _tokenizer(subject, "a corpus"), None if _start_token(subject) is None else "each")
     source = subject.run.data if data is None and subject.run is not None else data
     if not hasattr(source, "batch"):
         raise BadData(f"cannot read data from a {type(data).__name__}; give ids [n, T], text, a path or a corpus")
@@ -198,6 +197,10 @@ def _tokenizer(subject: Subject, what: str) -> Any:
     if tokenizer is None:
         raise BadData(f"this model has no tokenizer: give token ids instead of {what}")
     return tokenizer
+
+
+def _start_token(subject: Subject) -> int | None:
+    return (subject.run or subject.model).start_token
 
 
 def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
