@@ -147,9 +147,9 @@ def _undecided(of: Mapping[str, Verdict]) -> str:
 - `sizes`: four models from 0.1 to 2 million parameters, 20 tokens per parameter, three seeds
 - `gpu_relatives`: {len(planned[2].cells)} models, three seeds
 
-Those of `gpu` have {shape}, {recipe.warmup} warm-up steps and a start token before
-every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter.
-An hour suffices at {speed} over all processes. No GPU was at hand, so the speed is not measured; `make gpu` reports it.
+The models of `gpu` have {shape}. They train with {recipe.warmup} warm-up steps and a start
+token before every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter.
+An hour suffices at {speed} over all processes. The speed is not measured, since no GPU was at hand.
 
 Let s be a difference's standard deviation over seeds. The difference counts from {needed[0]:.2f} s on with five seeds,
 from {needed[1]:.2f} s on with three. Holm's correction over all claims asks for more.

@@ -136,8 +136,8 @@ A claim is decided by its comparisons over seeds. Each comparison is a Student's
 - **Unresolved:** everything else. Fewer than three seeds decide nothing (five for comparisons of sinks), nor do
   intervals over documents.
 
-A claim with several comparable settings shows the verdict in each, and leads with the tested setting that has the
-control and the most training tokens per parameter, whatever its outcome. Settings that contradict each other leave a
+A claim with several comparable settings shows the verdict in each. Tested settings with the control come first, then
+those with the most training tokens per parameter. Outcomes do not matter. Settings that contradict each other leave a
 claim unresolved. Every model chooses its learning rate among the same ones, on other seeds if the runs have some.
 
 All settings of all tested claims on a page are corrected for (Holm). Each claim has an equal share of the error rate,

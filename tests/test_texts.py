@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import workbench
-from workbench.claims.collect import _starts
+from workbench.claims.collect import has_start_tokens
 from workbench.config import PRESETS, ModelConfig
 from workbench.data import sources
 from workbench.data.corpus import dataset_rows, from_files, joined, read_documents
@@ -115,9 +115,9 @@ def test_every_sequence_begins_with_a_start_token_in_training_measurement_and_pr
 
 
 def test_a_start_token_per_document_stands_anywhere_so_such_runs_are_no_arm_of_a_comparison():
-    assert [_starts({"kind": "text", "bos": bos}) for bos in (None, "each")] == [False, True]
-    assert math.isnan(_starts({"kind": "text", "bos": "first"}))
-    assert [_starts({"kind": "backcopy", **bos}) for bos in ({}, {"bos": "first"}, {"bos": None})] == [
+    assert [has_start_tokens({"kind": "text", "bos": bos}) for bos in (None, "each")] == [False, True]
+    assert math.isnan(has_start_tokens({"kind": "text", "bos": "first"}))
+    assert [has_start_tokens({"kind": "backcopy", **bos}) for bos in ({}, {"bos": "first"}, {"bos": None})] == [
         True,
         True,
         False,

@@ -95,8 +95,8 @@ def why_unusable(run: Run) -> str:
     return ""
 
 
-def _starts(described: Mapping[str, Any]) -> bool | float:
-    """Return whether every sequence begins with a start token; NaN for start tokens that stand anywhere, as of documents."""
+def has_start_tokens(described: Mapping[str, Any]) -> bool | float:
+    """Return True if every sequence of some data begins with a start token, NaN if such tokens stand anywhere, as of documents."""
     if described["kind"] == "backcopy":
         return described.get("bos", "first") is not None  # older runs say nothing of it, and all had one
     return {None: False, "each": True}.get(described.get("bos"), math.nan)
@@ -126,7 +126,7 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
         **dataclasses.asdict(shape), **{k: v for k, v in dataclasses.asdict(recipe).items() if k not in BOOKKEEPING},
         "run": run.name, "architecture": run.architecture, "seed": run.seed,
         "model": run.architecture + (f"[{label}]" if label else ""), "parameters": parameters, "options": json.dumps(plain),
-        "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": _starts(described),
+        "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": has_start_tokens(described),
         "task": "text" if kind in ("text", "tokens", "imported") else kind, "tokens": recipe.batch * recipe.T * recipe.steps,
         "optimiser": json.dumps([recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.bf16]),
         "study": run.info.get("shipped", {}).get("study", ""),

@@ -61,7 +61,8 @@ class Claim:
     def judge(self, evidence: Evidence) -> Verdict:
         """Return the verdict over all comparable settings; missing runs give a verdict too.
 
-        The tested setting leads that has the control and the most training tokens per parameter, whatever its outcome.
+        Of the tested settings, those with the control come first, then those with the most training tokens per
+        parameter. Outcomes do not matter.
         """
         settings: list[pd.DataFrame] = []
         only, _, _ = self._judge(replace(evidence, settings=settings))

@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def contradictory(self) -> bool:
-        """Whether one setting supports the claim and another refutes it."""
+        """True if one setting supports the claim and another refutes it."""
         return {"supported", "refuted"} <= {s.status for s in self.settings}
 
     @property

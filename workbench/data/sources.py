@@ -126,7 +126,7 @@ class TextData:
 
     @property
     def starts(self) -> bool:
-        """Whether every sequence begins with the start token, which takes one of its T places."""
+        """True if every sequence begins with the start token, as one of its T tokens."""
         return self.bos == "each"
 
     def _started(self, ids: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class TokenDocuments:
 
 
 def start_tokens(bos: Any) -> Literal["first", "each"] | None:
-    """Return where start tokens stand: None, "first" (of each document) or "each" (sequence); raises `UnknownName` for others."""
+    """Return a checked option: no start tokens (None), one for each document ("first") or for each sequence ("each")."""
     if bos not in (None, *START_TOKENS):
         raise UnknownName("bos option", bos, START_TOKENS)
     return bos

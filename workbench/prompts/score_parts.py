@@ -118,7 +118,7 @@ def own_score_parts(
 
 
 def softmax_notes(model: Transformer, layer: int) -> list[str]:
-    """Return what a layer's softmax covers beside its own keys; raises `BadData` for patterns of several softmaxes."""
+    """Return in words what else a layer's softmax covers, beside its own keys. Raises `BadData` for patterns of several softmaxes."""
     notes = []
     for recipe in (r for r in model.recipes() if r.layer == layer):
         if len(recipe.paths) > 1:

@@ -72,8 +72,8 @@ MOST_GROUPS, LABEL = 40, 48  # groups that are drawn, characters of a group's na
 def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Return the mean final loss and its interval over seeds for runs of one experiment that agree in some columns.
 
-    Losses of different experiments are of different data, so they are never averaged. A run that stopped before others of its
-    experiment has no final loss, unless `by` tells their steps apart. Raises `UnknownName` for another column.
+    Losses of different experiments are of different data, so they are never averaged. A run that stopped early has no final loss,
+    except where `by` names steps or states. Raises `UnknownName` for another column.
     """
     for name in by:
         if name not in GROUPABLE:
