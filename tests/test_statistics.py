@@ -102,6 +102,15 @@ def test_pairing_by_seed_leaves_out_seeds_of_one_side():
     assert paired_seeds(pd.Series({0: 1.0, 7: 9.0}), pd.Series({0: 0.5, 1: 0.2})).n == 1
 
 
+def test_rounding_is_no_spread_over_seeds():
+    base = pd.Series({0: 0.1, 1: 0.2, 2: 0.7})
+    assert len(set(base + 0.1 - base)) > 1, "differences of 0.1 that differ in their last digits"
+    shifted = paired_seeds(base + 0.1, base)
+    assert (shifted.low, shifted.high) == (shifted.value, shifted.value) == pytest.approx((0.1, 0.1))
+    equal = paired_seeds(pd.Series([0.1 + 0.2, 0.3, 0.3]), pd.Series([0.3, 0.3, 0.3]))
+    assert (equal.value, equal.p) == (0, 1)
+
+
 def documents(values, start=0):
     return pd.DataFrame({"document": range(start, start + len(values)), "value": values})
 
