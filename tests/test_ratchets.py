@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_023  # lines of Python in workbench/ and app/
+TOTAL = 58_033  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_684,
     "workbench": 1_252,
@@ -37,11 +37,11 @@ LINES = {
     "workbench/reports": 1_507,
     "workbench/runs": 2_348,
     "workbench/sklearn": 630,
-    "workbench/statistics": 555,
+    "workbench/statistics": 563,
     "workbench/storage": 924,
     "workbench/studies": 879,
     "workbench/training": 1_761,
-    "workbench/views": 5_401,
+    "workbench/views": 5_403,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

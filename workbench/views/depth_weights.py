@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import plots
-from workbench.checkpoints.coefficients import read_coefficients
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.plots.depth_weights import KEYS, depth_weights_figure
 from workbench.runs.run import Run
@@ -53,6 +52,8 @@ def checkpoint_coefficients(source: Source, link: Link) -> Drawing:
 
 
 def _of_files(path: Path) -> tuple[pd.DataFrame, str]:
+    from workbench.checkpoints.coefficients import read_coefficients  # imports torch
+
     result = read_coefficients(path)
     words = f"{len(result.frame)} numbers of {result.layout}, {result.bytes_read:,} bytes read."
     if "depth query, norm" in set(result.frame["quantity"]):
