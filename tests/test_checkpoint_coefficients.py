@@ -231,7 +231,7 @@ def test_a_link_draws_the_weights_of_two_models_beside_those_at_random_init(popu
 
 @pytest.mark.parametrize("path", ["hf://moonshotai/Kimi-K3", "memory://kimi"])
 def test_a_link_fetches_nothing(populated, path, monkeypatch):
-    monkeypatch.setattr("workbench.views.depth_weights.read_coefficients", lambda path: pytest.fail("it was read"))
+    monkeypatch.setattr("workbench.checkpoints.coefficients.read_coefficients", lambda path: pytest.fail("it was read"))
     with pytest.raises(WorkbenchError, match=f"a page fetches nothing. In a terminal: workbench coefficients {path}"):
         drawn(populated, path=path)
 

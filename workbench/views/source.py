@@ -403,7 +403,7 @@ def runs_to_show(folder: Path, known: Catalogue | None = None) -> Catalogue:
     if not own.entries:
         return shipped if shipped.entries and not own.problems else own
     names, with_text = {e.name for e in own.entries}, any(e.steps and e.kind == "text" for e in own.entries)
-    of_others = not all(e.shipped for e in own.entries)  # a folder of shipped runs shows no further studies
+    of_others = not folder.resolve().is_relative_to(SHIPPED.resolve())  # a shipped folder shows no further studies
     more = (e for e in shipped.entries if e.name not in names and e.group not in own.groups and (of_others or e.steps))
     entries = own.entries + tuple(e for e in more if not (with_text and e.steps))
     if known and len(entries) == len(known.entries) and all(map(operator.is_, entries, known.entries)):
