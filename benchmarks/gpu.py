@@ -3,11 +3,15 @@
     python benchmarks/gpu.py --minutes 9 --out gpu-results       # or: make gpu
     python benchmarks/gpu.py --rehearse --out /tmp/rehearsal     # the same path on a CPU, tiny
 
-In this order: facts of the device; the tests marked `cuda` (where pytest is); attention statistics against one fused attention
-forward; training steps of each architecture beside the vanilla decoder's, and what share of a large matrix product's speed they reach; then
-the studies of `STUDIES`, which the claims that no shipped run decides ask for (docs/evidence.md), with the minutes that are left, seed by
-seed over all models, so that any cut leaves complete comparisons. `workbench analyze OUT/runs` judges the claims on what is there.
-A part that fails is told in the summary, and the others go on; the exit code is then 1.
+In this order:
+
+- facts of the device, and the tests marked `cuda` (where pytest is)
+- attention statistics against one fused attention forward
+- training steps of each architecture against the vanilla decoder's, and as a share of a large matrix product's speed
+- `STUDIES`, for the claims that no shipped run decides (docs/evidence.md), ordered by seed: any cut leaves complete comparisons
+
+`workbench analyze OUT/runs` judges the claims on what is there. A failed part is named in the
+summary, the others go on, and the exit code is 1.
 Leaves `facts.json`, `tests.txt`, `kernels.parquet`, `training.parquet`, `losses.parquet` and `summary.md`. Without a device it says so
 and exits with 2. Neither the dashboard's libraries nor transformer-lens' extras are needed beyond what `workbench` itself imports.
 """

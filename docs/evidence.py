@@ -56,9 +56,9 @@ A gain of the first layer's values is supported only if the control lacks it. Th
 layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay the sink and do not prevent it. The lead in learning to
 copy persists against the same control, and against first-layer values of another sequence ([induction.md](induction.md)).
 
-**At 50 and at 100 tokens per parameter nothing of the lead is left** (studies `losses50` and `losses100`: 4 layers of width 32, 116,000
-parameters, 5 seeds each, each model at its best of 4 or 5 rates on a seed that is not reported). Differences of the validation loss in nats
-with 95 % intervals; the last column is the middle of the runs of 100:
+**At 50 and at 100 tokens per parameter nothing of the lead is left.** The studies `losses50` and `losses100` have 4 layers of width 32,
+116,000 parameters and 5 seeds each. Each model has its best of 4 or 5 rates, chosen on a seed that is not reported. The table has
+differences of the validation loss in nats with 95 % intervals. Its last column is the middle of the runs of 100:
 
 | comparison | 50 tokens per parameter | 100 tokens per parameter | these runs at 20 |
 |---|---|---|---|

@@ -30,7 +30,7 @@ def router_entropy(router_scores: Float[torch.Tensor, "batch pos expert"]) -> Fl
 @metric(
     unit="times the even share", range="0..E / k, 1 = even", reading="higher: the expert takes more tokens", min_length=2,
     source="load of Shazeer et al. 2017",
-    variants={"later_tokens": {"tokens_used": "later"}, "first_token": {"tokens_used": "first"}},
+    variants={"later_tokens": {"tokens_used": "later"}, "first_token": {"tokens_used": "first"}}, version=2,
 )  # fmt: skip
 def expert_load(
     expert_weights: Float[torch.Tensor, "batch pos expert"], *, tokens_used: str = "all"

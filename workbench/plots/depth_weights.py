@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from workbench.models.registry import colour_of
 from workbench.plots.grids import safe
 from workbench.plots.records import whole_ticks
 from workbench.plots.style import DIVERGING, MINUS, PANEL, SEQUENTIAL, at_least, colour_axis, dressed
@@ -64,14 +65,9 @@ def depth_weights_figure(parts: Sequence[tuple[str, pd.DataFrame]]) -> go.Figure
             figure.update_xaxes(title_text="number", dtick=whole_ticks(range(len(rows))), **at)
         figure.update_yaxes(title_text="weight" if column == 1 else "", **at)
         for part, line in rows.groupby("part", sort=False) if quantity in widths.index else [("", rows)]:
-            shade = f"hsl({(210 + 150 * names.index(part)) % 360 if part else 210},60%,48%)"
-            x = (
-                line["layer"]
-                if quantity in widths.index
-                else line["quantity"]
-                if rows_of[quantity] == single
-                else list(range(len(line)))
-            )
+            shade = colour_of((210 + 150 * (names.index(part) if part else 0)) / 360)
+            unlayered = line["quantity"] if rows_of[quantity] == single else list(range(len(line)))
+            x = line["layer"] if quantity in widths.index else unlayered
             for values, dash in ((line["value"], "solid"), (line["init"], "dot")):
                 if values.notna().any():
                     legend = safe(f"{part}{', ' * bool(part)}at random init" if dash == "dot" else part)

@@ -29,7 +29,7 @@ from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import HookedModel
 from workbench.prompts.prompt import float32_or_better, streams
 
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
