@@ -42,6 +42,8 @@ NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashbo
 TABLE_PX = 300
 WIDTHS = {"Single column": 600, "Double column": 1000}  # pixels of pictures for a paper
 CHIP = re.compile(r"T = [\d, ]+|n = [\d to]+ documents|[\d to]+ seeds?( per model)?")
+SETTING, PALE = re.compile(r"\d+(?: to \d+)? seeds? of \d+ models?, "), re.compile("pale bars")
+"""Parts of a subtitle that the page says elsewhere: the setting of a verdict, and bars where there are single numbers."""
 CHIPS = {
     "T = ": "Tokens of each document", "documents": "Documents that are measured",
     "seed": "Trained models of each architecture, each with its own initial weights and batches; one says nothing about architectures",
@@ -161,13 +163,14 @@ def chart(
         if corner is not None:
             corner()
     if under:
-        parts = [part for part in under.split("; ") if not (single and part.startswith("pale bars"))]
+        left_out = SETTING if not single else PALE
+        parts = [part for part in under.split("; ") if not left_out.match(part)]
         with st.container(horizontal=True, gap="xsmall", vertical_alignment="center", key=f"under_{key}"):
             if rest := "; ".join(p for p in parts if not CHIP.fullmatch(p)):
                 st.caption(widgets.typeset(rest), width="content")
             for part in filter(CHIP.fullmatch, parts):
                 about = next(words for begin, words in CHIPS.items() if begin in part)
-                st.badge(part.removesuffix(" per model"), color="gray", help=about)
+                st.badge(part.removesuffix(" per model").removesuffix(" documents"), color="gray", help=about)
     if not single:
         element.draw_figure(packed, key, take)
         return
@@ -303,7 +306,7 @@ def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[st
     """Boxes for a measure with its definition, its site and its variant; return the link with them, and its options."""
     options = read(link)
     metric = widgets.choose(
-        "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=200, elsewhere=elsewhere
+        "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=180, elsewhere=elsewhere
     )
     panel = st.popover("Definition", icon=":material/info:", type="tertiary", on_change="rerun", key="definition")
     definition_of([metric], panel)

@@ -39,6 +39,7 @@ def page(
     st.session_state["drawn"], st.session_state["told"] = [], {}
     header = toolbar("header")
     title_row(PAGES[name].title, about)
+    messages = st.session_state["messages"] = st.container()
     with header:
         try:
             link = choose(name)
@@ -47,7 +48,6 @@ def page(
             raise
         share = st.container(width="content", key="share")
     widgets.navigation(link)
-    messages = st.container()
     if link is None:
         st.info(EMPTY)
         return

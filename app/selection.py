@@ -23,7 +23,7 @@ from . import widgets
 from .cached_source import cached_source
 
 EXPERIMENT_PX, MODEL_PX, STEP_PX = 225, 155, 90
-FIRST = 8  # series that are drawn by default, and most that are shown as pills
+FIRST = 10  # series that are drawn by default, and most that are shown as pills
 OF_ALL_RUNS = ("training", "heads")
 """Pages that show all models of the experiment unless two are compared."""
 CONTENT = {"repeated": "repeated tokens", "backcopy": "back-copy", "recorded": "recordings", "log": "training logs"}
@@ -69,7 +69,7 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
         and page not in ("depth", "training")
         and len({s.entry.architecture for s in source.subjects(link)}) > 1
     ):
-        st.badge(ONE_SEED, icon=":material/warning:", color="orange")
+        st.session_state["messages"].badge(ONE_SEED, icon=":material/warning:", color="orange")
     return link if groups else None
 
 
@@ -97,16 +97,18 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     for group, runs in groups.items():
         shapes[group] = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
         imported = ", ".join(e.name for e in runs[:2]) + (" …" if len(runs) > 2 else "") if runs[0].imported else ""
-        names[group] = imported or CONTENT.get(runs[0].kind, runs[0].kind)
+        names[group] = imported or CONTENT.get(runs[0].kind, runs[0].title.partition(":")[0])
     alike = Counter((names[group], shapes[group], shipped[group]) for group in groups)
 
     def words(group: str) -> str:
-        """The content, the shape, what differs from others of both, and the counts; then the study."""
+        """The study, the content, the shape, what differs from others of both, and the counts."""
         runs, folder = groups[group], Path(groups[group][0].path).parent
         counts = {"model": len({e.series for e in runs}), "seed": len({e.seed for e in runs})}
-        more = apart[group] if alike[names[group], shapes[group], shipped[group]] > 1 else ""
-        parts = (names[group], shapes[group], more, *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()))
-        return ", ".join(filter(None, parts)) + (f" ({folder.name})" if is_study(folder) else "")
+        layers, _, width = shapes[group].partition(" × ")
+        more = [part for part in apart[group].split(", ") if part not in (f"{layers} layers", f"width {width}")]
+        more = more if alike[names[group], shapes[group], shipped[group]] > 1 else []
+        parts = (names[group], shapes[group], *more, *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()))
+        return (f"{folder.name}: " if is_study(folder) else "") + ", ".join(filter(None, parts))
 
     group = str(widgets.choose(
         "Experiment", "set", list(groups), default, show=words, width=EXPERIMENT_PX,
@@ -218,6 +220,8 @@ def choose_models(link: Link) -> Link:
         raise WorkbenchError(f"No run of this experiment matches “{st.query_params.get('find')}”.")
     if not chosen:
         raise WorkbenchError("Select at least one model.")
+    if many and len(chosen) < len(names):
+        st.caption(f"{len(chosen)} of {len(names)} models are drawn", width="content")
     return bare.but(models=",".join(chosen))
 
 

@@ -34,6 +34,8 @@ FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 LONG = re.compile(r"(?<![\w./])\d{1,3}\.\d+(?![\d.]*[\w/])")
 """A decimal that may have more than three significant digits; arXiv numbers and versions are none."""
+BETWEEN = re.compile(r"(?<=[\w)\]]) - (?=[\w(])")
+"""The minus of a difference of two names."""
 
 
 def typeset(text: object) -> str:
@@ -43,7 +45,7 @@ def typeset(text: object) -> str:
         digits = found[0].replace(".", "").lstrip("0")
         return found[0] if len(digits) < 4 else f"{float(found[0]):{'.3g' if float(found[0]) < 999.5 else '.0f'}}"
 
-    return escaped(true_minus(LONG.sub(rounded, str(text))))
+    return escaped(BETWEEN.sub(" − ", true_minus(LONG.sub(rounded, str(text)))))
 
 
 def spaced(name: str) -> str:

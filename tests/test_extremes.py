@@ -122,7 +122,7 @@ def test_lines_by_layer_beside_their_chance_show_all_that_they_draw(values):
 
 @pytest.mark.parametrize(
     ("values", "texts"),
-    [([0.5, -0.0123], ["+0.500", "-0.012"]), ([0.00623, -1e-7], ["+6.2e-3", "0"]), ([-123.4, 0.4], ["-123", "0"])],
+    [([0.5, -0.0123], ["+0.500", "−0.012"]), ([0.00623, -1e-7], ["+6.2e−3", "0"]), ([-123.4, 0.4], ["−123", "0"])],
 )
 def test_signed_numbers_fit_a_cell(values, texts):
     assert signed(np.array(values)).tolist() == texts

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 
 import numpy as np
 import pytest
 
+from app.settings import SETTINGS
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
 from workbench.plots import HEADS
@@ -25,7 +27,8 @@ SIGHT = {
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(1)
 TOGETHER = ("transformer", "values_scaled", "resformer", "svformer", "neutreno", "denseformer", "gated_attention")
-PAGES = {"light": "#FFFFFF", "dark": "#171614"}
+THEMES = tomllib.loads(SETTINGS.read_text())["theme"]
+PAGES = {name: THEMES[name]["backgroundColor"] for name in ("light", "dark")}
 """Colour of the page, by Streamlit's theme."""
 
 

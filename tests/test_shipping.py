@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import shutil
 
@@ -11,6 +12,7 @@ import torch
 from app_pages import charts, said
 
 import workbench
+from workbench.claims import all_verdicts
 from workbench.claims import collect as collecting
 from workbench.claims.collect import collect, find_runs, stored
 from workbench.data import sources
@@ -33,6 +35,7 @@ from workbench.studies.study_file import read_study
 from workbench.training.loop import train
 from workbench.views import Link, Source, source
 from workbench.views.run_groups import runs_table
+from workbench.views.writing import caption_of
 
 STUDY = """
 question = "When does the sink form?"
@@ -196,6 +199,31 @@ def test_an_empty_folder_of_runs_shows_what_ships_until_there_is_a_run(evidence,
     shutil.copytree(trained[0] / "runs" / "small-resformer-s0", tmp_path / "mine")
     assert [e.name for e in here.catalogue().entries] == ["mine"]
     assert here.own()
+
+
+def test_pictures_of_compared_runs_without_weights_name_both(evidence, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "EVIDENCE", evidence)
+    here = source.Source(tmp_path)
+    a, b = (e.name for e in here.catalogue().entries[:2])
+    group = here.catalogue().entries[0].group
+    words = caption_of(here, Link("training", {"set": group, "a": a, "b": b, "compare": "1"}))
+    assert words.startswith("A: ResFormer · s")
+    assert "; B: " in words
+    assert caption_of(here, Link("start", {"set": group, "compare": "1"}))
+
+
+def test_shipped_runs_are_judged_beside_a_folder_that_does_not_hold_them(evidence, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(all_verdicts, "SHIPPED", evidence.parent)
+    paths = [e.path for e in catalogue(evidence).entries]
+
+    def judged(*asked):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(asked)))
+        all_verdicts.main(tmp_path)
+        return all_verdicts.parse_verdicts(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    assert {"loss", "sink_mass"} <= judged(*paths).metrics
+    with pytest.raises(WorkbenchError, match="1 of 3 runs to judge are gone"):
+        judged(*paths, str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize(("name", "figures"), [("depth", 1), ("attention", 0)])

@@ -58,7 +58,9 @@ class Figure {
     }
     layout.width = this.width = this.room();
     squared(layout);
+    const named = this.ends;
     this.ends = atEnds(data, layout);
+    const anew = frames || this.plays || !this.drawn || !named !== !this.ends; // plotly keeps the room of a legend that is gone
     if (!this.ends && layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
     this.plot.style.height = `${layout.height}px`;
     layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
@@ -66,7 +68,7 @@ class Figure {
       font: { family: style.fontFamily, color: style.color }, xaxis: { showgrid: false, zeroline: false },
       hoverlabel: { font: { family: style.fontFamily } },
     } };
-    if (frames || this.plays || !this.drawn) {
+    if (anew) {
       if (this.drawn) window.Plotly.purge(this.plot);
       await window.Plotly.newPlot(this.plot, { data, layout, frames: frames ?? [], config: STILL });
       this.listen();
@@ -74,6 +76,7 @@ class Figure {
     this.plays = Boolean(frames);
     this.drawn = text;
     await this.nameLines();
+    if (!frames && !layout.updatemenus) await this.tighten();
     this.mark([]);
     this.admit();
     this.reveal();
@@ -90,6 +93,17 @@ class Figure {
       name: "line", text: `${mark} ${name}`, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1 - y / high, yanchor: "middle", xanchor: "left", align: "left", xshift: 4,
     }));
     await window.Plotly.relayout(this.plot, { annotations: [...own.map((note) => note._input ?? note), ...notes] });
+  }
+
+  async tighten() { // the room between the axes and what is below them: the legend, else the end of the figure
+    const boxes = (names) => [...this.plot.querySelectorAll(names)].map((part) => part.getBoundingClientRect()).filter(({ height }) => height);
+    const { height, margin, legend, showlegend } = this.plot._fullLayout, below = showlegend && legend?.orientation === "h";
+    const axes = boxes(".xaxislayer-above, .xaxislayer-below, [class^=g-x][class$=title]"), [key] = below ? boxes(".legend") : boxes(".main-svg");
+    if (!axes.length || !key || (below && legend.yref !== "container")) return;
+    const more = Math.round(12 - (below ? key.top : key.bottom) + Math.max(...axes.map(({ bottom }) => bottom)));
+    if (Math.abs(more) < 6 || margin.b + more < 0) return;
+    this.plot.style.height = `${height + more}px`;
+    await window.Plotly.relayout(this.plot, { height: height + more, "margin.b": margin.b + more });
   }
 
   admit() { // keys scroll what is wider than its place, and choose a point where a click does

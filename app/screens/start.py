@@ -11,6 +11,7 @@ from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
+from workbench.plots.style import true_minus
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
@@ -62,12 +63,15 @@ INTRODUCTION = (
     "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) mixes the values of the "
     "first layer, which are made from the tokens alone, into the values of every later layer; these pages show what that changes."
 )
+NEW = dict.fromkeys(("set", "a", "b", "step", "step_b", "compare", "find", "models", "by", "claim", "alone"))
+"""What the first card leaves behind: it shows the default experiment."""
 CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", {"show": "finding"}),
+    ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", NEW | {"show": "finding"}),
     ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
     ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
 )  # fmt: skip
 LIVE = 2  # seconds between looks at a running demo
+OF_STUDIES = "The studies that ship with the project, in place of the runs of your folder"
 OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of a figure of two models
 
 
@@ -147,7 +151,9 @@ def _finding(link: Link) -> None:
     with st.container(horizontal=True, key="next"):
         widgets.page_link("training", "Training curves", ":material/trending_down:", set=result.group)
         widgets.page_link("attention", "Attention maps", ":material/grid_on:")
-        widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", set=result.group, show="verdicts")
+        of_studies = all(e.shipped for e in cached_source().catalogue().groups[result.group])
+        words, icon = "Verdicts on all claims", ":material/gavel:"
+        widgets.page_link("start", words, icon, set=result.group, show="verdicts", shipped="1" if of_studies else None)
     _glossary({name.split(" ")[0] for name in result.intervals})
 
 
@@ -195,7 +201,7 @@ def _runs(link: Link) -> None:
             st.markdown(f"**{widgets.escaped(asked.name)}**{without}:", width="content")
             if asked.steps:
                 widgets.page_link("start", "This model", ":material/radiology:", show="model")
-            widgets.page_link("training", "Training", ":material/trending_down:")
+            widgets.page_link("training", "Training", ":material/trending_down:", set=asked.group, find=asked.name)
             widgets.page_link("depth", "Measures", ":material/layers:")
             widgets.page_link("start", "Verdicts", ":material/gavel:", show="verdicts", alone="1")
             _tags_of(asked.name)
@@ -239,8 +245,10 @@ def _runs(link: Link) -> None:
         st.caption(
             f"±: half of the {confidence()} interval over seeds. Runs of different experiments form different groups."
         )
-        if not wanted:  # the view has the runs of all tags
-            show(run_groups.grouped, link.but(group=",".join(by)))
+        with_loss = table.loc[table["final loss"].notna(), "group"]
+        if not wanted and len(with_loss):  # the view has the runs of all tags
+            group = link.text("set") if link.text("set") in set(with_loss) else with_loss.iloc[0]
+            show(run_groups.grouped, link.but(group=",".join(by), set=group))
 
 
 def _tags_of(run: str) -> None:
@@ -292,10 +300,13 @@ def _verdicts(link: Link) -> None:
     with row:
         about = "Otherwise all runs of the folder, in every setting"
         alone = widgets.toggle("This experiment only", "alone", help=about)
-    link = link.but(alone=1 if alone else None)
+        shipped = not alone and source.own() and widgets.toggle("Shipped studies", "shipped", help=OF_STUDIES)
+    link = link.but(alone=1 if alone else None, shipped=1 if shipped else None)
     judged = _judged(link)
-    clear_first = sorted(judged, key=lambda j: j.verdict.status == "unresolved")
-    decided = {j.claim.name: j for j in clear_first if j.decided}
+    clear_first = sorted(
+        judged, key=lambda j: ("supported", "refuted", "unresolved").index(j.verdict.status) if j.decided else 9
+    )
+    decided = {j.claim.name: j for j in clear_first if j.verdict.status != "not_checkable"}
 
     def take(point: Point) -> None:
         words, name = point.at or ("", "")
@@ -315,7 +326,7 @@ def _verdicts(link: Link) -> None:
             show(start.verdicts, link, about=VERDICTS, take=take)
         if decided:
             _claim(link.but(claim=claim), decided[claim])
-    rest = [j for j in judged if not j.decided]
+    rest = [j for j in judged if j.verdict.status == "not_checkable"]
     panel = st.expander(f"{len(rest)} claims without a verdict, and the reasons", key="rest", on_change="rerun")
     if panel.open:
         with panel:
@@ -331,12 +342,15 @@ def _claim(link: Link, judged: start.Judgement) -> None:
     with st.container(border=True):
         _verdict(judged)
         facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
-                 "Source": claim.source, "Setting": verdict.setting,
+                 "Source": claim.source,
                  "Runs": f"{len(verdict.runs)}, with controls and models that are drawn and not judged"}  # fmt: skip
         if unmet := verdict.unmet():
             reasons = {why: ", ".join(n for n in unmet if unmet[n] == why) for why in unmet.values()}
             facts["Not met"] = "; ".join(f"{names}: {why}" for why, names in reasons.items())
-        st.markdown("\n".join(f"- {name}: {widgets.escaped(fact)}" for name, fact in facts.items()))
+        st.markdown("\n".join(f"- {name}: {widgets.escaped(true_minus(fact))}" for name, fact in facts.items()))
+        with st.container(horizontal=True, gap="xsmall", key="setting"):
+            for part in filter(None, verdict.setting.split(", ")):
+                st.badge(part, color="gray", help="Setting of the compared runs")
         show(start.verdict, link)
         runs, records = start.runs_behind(cached_source(), judged)
         st.session_state["drawn"].append(Drawn(link, records, {}))
@@ -388,9 +402,12 @@ def _demo(link: Link) -> None:
     _glossary({e.architecture for e in (*start.demo_runs(source, *start.DEMO), *start.text_models(source))})
     if not live and start.demo_runs(source, *start.DEMO):
         st.header("5. Verdicts", anchor=False)
-        judged = {j.claim.name: j for j in _judged(link.but(alone=None))}
+        judged = {j.claim.name: j for j in _judged(link.but(alone=None, shipped=None))}
         for name in start.DEMO_CLAIMS:
-            _verdict(judged[name], judged[name].verdict.details)
+            own, shipped = judged[name], None if judged[name].decided else start.shipped_verdict(source, name)
+            _verdict(
+                shipped or own, f"{'In the shipped studies: ' if shipped else ''}{(shipped or own).verdict.details}"
+            )
         widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", show="verdicts")
 
 
@@ -432,6 +449,9 @@ def _sinks(link: Link) -> None:
         )
         st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
         st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")
+        if runs := start.demo_runs(cached_source(), "sinks"):
+            words, icon = "Runs of this experiment", ":material/arrow_forward:"
+            widgets.page_link("training", words, icon, set=runs[0].group, a=None, find=None, by=None)
 
 
 def _race(link: Link) -> None:

@@ -53,12 +53,17 @@ def training_page(link: Link) -> None:
         link = link if compared else choose_models(link)
         quantities = training.logged_quantities(source, link)
         parts, shown = training.present(quantities), ""
+        more = st.container(width="content")
         if parts:
             with first:
                 shown = widgets.segments("Part", "show", parts, show=PARTS.__getitem__)
     if parts:
+        link = link.but(show=shown)
         with toolbar("options"):
-            link = _choices(link.but(show=shown), quantities)
+            link = _choices(link, quantities)
+        if shown in ("loss", "inside", "pace"):
+            with more, st.popover("More", icon=":material/tune:"):
+                link = _more(link)
     runs = training.runs(source, link)
     live = any(e.being_written for e in runs)
 
@@ -86,7 +91,8 @@ def training_page(link: Link) -> None:
         else:
             with figures_side_by_side(PANELS_PX if compared else FIGURE_PX):
                 for view, quantity, about in LOSSES if shown == "loss" else PACE:
-                    if quantity in quantities and not (compared and view is training.relative):
+                    only_one = compared or {e.series for e in runs} == {training.VANILLA}
+                    if quantity in quantities and not (only_one and view is training.relative):
                         show(view, link, about=about)
             if shown == "loss" and "validation_loss" in quantities and not compared:
                 words = "Over tokens per parameter, beside published runs"
@@ -130,18 +136,21 @@ def _choices(link: Link, quantities: set[str]) -> Link:
         quantity = widgets.choose("Quantity", "quantity", names, "update_ratio", show=widgets.spaced, width=180)
         where = widgets.choose("Site", "where", training.places(source, link, quantity), show=plots.site, width=140)
         link = link.but(quantity=quantity, where=where)
+    return link
+
+
+def _more(link: Link) -> Link:
+    """The axes, smoothing and error bars of curves over training."""
     axes = {"step": "training steps"}
-    if all(e.tokens for e in training.runs(source, link)):
+    if all(e.tokens for e in training.runs(cached_source(), link)):
         axes["tokens"] = "tokens"
-    with st.popover("More", icon=":material/tune:"):
-        x = widgets.choose("Horizontal axis", "x", list(axes), "step", show=axes.__getitem__, only_if_many=True)
-        log = widgets.toggle("Logarithmic axis", "log")
-        if shown == "loss":
-            words = {1: "none"} | {n: f"{n} logged steps" for n in (5, training.SMOOTH, 50, 200)}
-            smooth = widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__)
-            link = link.but(smooth=smooth)
-        spread = widgets.choose_spread()
-    return link.but(x=x, log=int(log), spread=spread)
+    x = widgets.choose("Horizontal axis", "x", list(axes), "step", show=axes.__getitem__, only_if_many=True)
+    log = widgets.toggle("Logarithmic axis", "log")
+    if link.text("show") == "loss":
+        words = {1: "none"} | {n: f"{n} logged steps" for n in (5, training.SMOOTH, 50, 200)}
+        smooth = widgets.choose("Smoothing", "smooth", list(words), training.SMOOTH, show=words.__getitem__)
+        link = link.but(smooth=smooth)
+    return link.but(x=x, log=int(log), spread=widgets.choose_spread())
 
 
 if __name__ == "__main__":

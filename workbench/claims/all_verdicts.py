@@ -21,6 +21,7 @@ from workbench.claims.judging import chosen, judge
 from workbench.claims.verdict import STATUSES, SettingVerdict
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.files import MAX_TABLE, digest_of, read_bytes, read_json, write_text
+from workbench.places import SHIPPED
 from workbench.runs.catalogue import RUN_FILE, Entry, catalogue
 from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.storage.packed import checksum
@@ -150,7 +151,13 @@ def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[..., 
 def main(folder: Path) -> None:
     """Judge the runs whose paths are the lines of standard input; print progress and the verdicts as JSON lines."""
     asked, out = set(sys.stdin.read().splitlines()), sys.stdout
-    runs = [entry for entry in catalogue(folder).entries if entry.path in asked]
+    known = [
+        *catalogue(folder).entries,
+        *(e for name in ("evidence", "models") for e in catalogue(SHIPPED / name).entries),
+    ]
+    runs = list({entry.path: entry for entry in known if entry.path in asked}.values())
+    if len(runs) < len(asked):
+        raise WorkbenchError(f"{len(asked) - len(runs)} of {len(asked)} runs to judge are gone from {folder}")
     caches = {"record_cache": RecordCache(folder, BUDGET), "telemetry_cache": TelemetryCache(folder, BUDGET)}
     with contextlib.redirect_stdout(sys.stderr):  # a module of the user's own may print
         verdicts = judge_all(runs, lambda *done: print(json.dumps({"done": done}), file=out, flush=True), **caches)

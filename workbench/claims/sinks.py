@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -219,10 +220,11 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     after = compare_steps(*(s.assign(at=s["at"] - c["at"], formed=s["formed"] & c["formed"]) for s, c in two))
     first = later.pop(model_name("svformer"))
     told = [f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one)" for n, s in steps.items()]
+    chances = [f" (p = {one.p:.2g})" if math.isfinite(one.p) else "" for one in (first, after)]
     sentence = (
         f"Step at which the strongest head's sink mass passes one half, median: {'; '.join(told)}. SVFormer minus Transformer "
-        f"{first} steps, counted from the step of learning to copy {after}. If a run forms no sink, these are differences of means "
-        f"restricted to the {pair.runs['steps'].max()} steps of training, with the p-value of a log-rank test."
+        f"{first} steps{chances[0]}, counted from the step of learning to copy {after}{chances[1]}. If a run forms no sink, these are "
+        f"differences of means restricted to the {pair.runs['steps'].max()} steps of training, and p is that of a log-rank test."
     )
     return judged(
         {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,

@@ -13,7 +13,7 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.grids import every, safe, unique
+from workbench.plots.grids import counted_spaces, every, safe, unique
 from workbench.plots.style import (
     BARS,
     DIVERGING,
@@ -202,13 +202,14 @@ def attention_pair(
         if z.ndim != 2 or z.shape != (len(tokens), len(tokens)):
             raise WorkbenchError(f"a pattern of shape {z.shape} does not fit {len(tokens)} tokens")
         z[np.triu_indices(len(z), 1)] = np.nan
-        names = [f"{i}:{safe(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(tokens)]
+        spelt = [counted_spaces(t) for t in tokens]
+        names = [f"{i}:{safe(t if len(t) <= 12 else t[:11] + '…')}" for i, t in enumerate(spelt)]
         hover = "query %{y}<br>key %{x}<br>weight %{z:.3f}<extra></extra>"
         figure.add_heatmap(z=z, x=names, y=names, coloraxis="coloraxis", hovertemplate=hover, hoverongaps=False, name=name,
                            row=1, col=i + 1)  # fmt: skip
         ticks = {
             "tickvals": names[:: every(len(names))],
-            "tickfont": {"size": 10},
+            "tickfont": {"size": 11},
             "type": "category",
             "showgrid": False,
         }
@@ -220,6 +221,10 @@ def attention_pair(
     scale = {"colorscale": SEQUENTIAL, "cmin": 0, "cmax": 1, "colorbar": bar}
     figure = dressed(figure, title, under, 430).update_layout(coloraxis=scale)
     return at_least(figure, MAP * len(maps)) if len(maps) > 1 else figure
+
+
+def _points(difference: float) -> str:
+    return f"{difference:+.1f}".replace("-", "−") if abs(difference) >= 0.05 else "0"
 
 
 def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
@@ -235,7 +240,7 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
         figure.add_bar(
             x=points if name == MINUS else list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
             name=markup.escape(name), showlegend=False,
-            text=[f"{p:+.1f}".replace("-", "−") if name == MINUS else f"{p:.1f}%" for p in points], textposition="outside",
+            text=[_points(p) if name == MINUS else f"{p:.1f}%" if p >= 0.05 else "<0.1%" for p in points], textposition="outside",
             cliponaxis=False, row=1, col=i + 1,
         )  # fmt: skip
         figure.update_yaxes(

@@ -41,7 +41,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
     half = float(start.mean()) / 2
-    note = {"text": "half of the loss at the start", "xanchor": "right", "x": 1, "yanchor": "bottom"}
+    note = {"text": "half of the loss at the start", "xanchor": "left", "x": 0, "yanchor": "top"}
     figure.add_hline(y=half, line={"color": GREY, "dash": "dot"}, annotation=note)
     steps = formation_steps(frame).dropna(subset="formation_step")
     for architecture in ordered(steps["architecture"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as markup
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,7 +89,7 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         row, column = np.nonzero(~np.isfinite(grid.values))  # blank cells, whose words have the page's text colour
         words = [_clipped(str(t), _letters(grid, abreast)) for t in np.asarray(grid.texts, dtype=object)[row, column]]
         figure.add_scatter(
-            x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=10,
+            x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=11,
             hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
         )  # fmt: skip
     figure = dressed(figure, title, wrapped(under, 125), height)
@@ -141,13 +142,13 @@ def _add(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
         text=cells,
         texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
-        textfont_size=10, **where,
+        textfont_size=11, **where,
     )  # fmt: skip
     for update, names, title in (
         (figure.update_xaxes, x, grid.column_title if ticks else ""), (figure.update_yaxes, y, grid.row_title if row_title else ""),
     ):  # fmt: skip
         values = names[:: every(len(names), MAX_TICKS * (2 if abreast == 1 else 1))]
-        update(title_text=title, type="category", showgrid=False, tickvals=values, tickfont_size=10, **where)
+        update(title_text=title, type="category", showgrid=False, tickvals=values, tickfont_size=11, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
     figure.update_yaxes(autorange=True if grid.upward else "reversed", **where)
     if grid.square:
@@ -166,7 +167,9 @@ def signed(values: np.ndarray) -> np.ndarray:
     places = max(0, 2 - math.floor(math.log10(np.abs(values).max(initial=1e-12) or 1e-12)))
     # a cell has room for seven letters
     form = (lambda x: f"{x:+.{places}f}") if places < 5 else (lambda x: f"{x:+.1e}".replace("e-0", "e-"))
-    return np.vectorize(lambda x: form(x) if round(float(x), places) else "0", otypes=[object])(values)
+    return np.vectorize(lambda x: form(x).replace("-", "−") if round(float(x), places) else "0", otypes=[object])(
+        values
+    )
 
 
 def _letters(grid: Grid, abreast: int) -> int:
@@ -174,6 +177,7 @@ def _letters(grid: Grid, abreast: int) -> int:
 
 
 def _clipped(text: str, letters: int) -> str:
+    text = counted_spaces(text)
     return safe(text if len(text) <= letters else text[: letters - 1] + "…")
 
 
@@ -183,8 +187,13 @@ def every(count: int, most: int = MAX_TICKS) -> int:
 
 
 def safe(text: object) -> str:
-    """Escape text for a figure; quotes are not escaped, because plotly would show `&quot;`."""
-    return markup.escape(str(text), quote=False)
+    """Escape text for a figure, with long runs of spaces counted; quotes stay, because plotly would show `&quot;`."""
+    return markup.escape(counted_spaces(str(text)), quote=False)
+
+
+def counted_spaces(token: str) -> str:
+    """Return a token with the number of its spaces in place of four or more: `·×8`."""
+    return re.sub("·{4,}", lambda run: f"·×{len(run[0])}", token)
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -91,12 +91,12 @@ def history_figure(
 def pairs_figure(rows: pd.DataFrame, paint: str, title: str, under: str) -> go.Figure:
     """Draw a stem for each token pair, as long as its attention weight. rows: key token, query token, distance, weight."""
     pairs = zip(rows["key token"], rows["query token"], strict=True)
-    names = unique([f"{safe(key)} … {safe(query)}" for key, query in pairs])
+    names = unique([f"{safe(key)} ← {safe(query)}" for key, query in pairs])
     weights = rows["weight"].to_numpy(dtype="float64")
     hover = "%{y}: %{x:.3f}<br>%{customdata} tokens back<extra></extra>"
     figure = _stems(weights, names, (0 * weights, weights), paint, "weight", rows["distance"], hover)
     figure.update_traces(cliponaxis=False)
-    figure.update_yaxes(title_text="key … query")
+    figure.update_yaxes(title_text="key ← query")
     end = 1.05 * max(1.0, float(weights.max()))
     figure.update_xaxes(title_text="attention of the query to the key", range=[0, end])
     return narrow(dressed(figure, title, under, max(MIN_HEIGHT, ROW * len(names) + 60)), WIDTH)

@@ -58,8 +58,15 @@ def token_map_figure(
                 customdata=[[safe(t), d, p] for t, d, p in rows[["token", "document", "position"]].itertuples(index=False)],
             )  # fmt: skip
         across = next(figure.select_xaxes(row=1, col=i)).plotly_name.replace("axis", "")
-        figure.update_yaxes(scaleanchor=across, title_text=axes[1] if i == 1 else "", zeroline=False, row=1, col=i)
-    figure.update_xaxes(title_text=axes[0], zeroline=False)
+        figure.update_yaxes(
+            scaleanchor=across, constrain="domain", title_text=axes[1] if i == 1 else "", zeroline=False, row=1, col=i
+        )
+    figure.update_xaxes(title_text=axes[0], zeroline=False, constrain="domain")
+    if len(panels) > 1:  # in one plane, so that the scale of the two can be compared
+        for update, letter in ((figure.update_xaxes, "x"), (figure.update_yaxes, "y")):
+            values = np.concatenate([points[letter].to_numpy(dtype=float) for _, points in panels])
+            around = 0.05 * float(np.ptp(values)) or 1.0
+            update(range=[float(values.min()) - around, float(values.max()) + around])
     if by != "token":
         top = max(float(points[by].max()) for _, points in panels)
         figure.update_layout(coloraxis=colour_axis(SEQUENTIAL, 0, max(top, 1), by))

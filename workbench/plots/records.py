@@ -37,6 +37,7 @@ from workbench.plots.style import (
     symbol,
     values_by_axis,
     words,
+    wrapped,
 )
 from workbench.runs.tables import as_records
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds, t_quantile
@@ -399,7 +400,11 @@ def lines(
             if smooth > 1 and len(curve) > MAX_POINTS:  # what was smoothed loses nothing
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
             alone = paired and part["run"].nunique() == 1
-            band = "± standard error of independent means, one pair of runs" if band and alone else band
+            band = (
+                "± standard error as if the documents of A and B were independent, one pair of runs"
+                if band and alone
+                else band
+            )
             note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
             legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init, of_seeds=of_seeds)
@@ -493,7 +498,7 @@ def _draw_bars(figure: go.Figure, panel: Panel, where: dict[str, int], legend: L
         looks = [colour(a, legend.series) for a in names]
         when, line = "" if pd.isna(step) else f"step {step:.0f}", {"color": looks, "width": 1}
         figure.add_bar(
-            x=[label(a).replace(" ", "<br>") for a in names], y=mean, name=when, showlegend=False,
+            x=[wrapped(label(a), 18) for a in names], y=mean, name=when, showlegend=False,
             marker={"color": [pale(a, among=legend.series) for a in names] if init else looks, "line": line},
             error_y={"array": np.subtract(high, mean), "arrayminus": np.subtract(mean, low), "color": GREY},
             hovertemplate=f"%{{x}}{when and f' at {when}'}: %{{y:.3g}}<extra></extra>", **where,

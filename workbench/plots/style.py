@@ -158,7 +158,7 @@ def words(name: Any) -> str:
 
 def wrapped(text: str, width: int) -> str:
     """Lines of at most `width` characters."""
-    return "<br>".join(textwrap.wrap(text, width))
+    return "<br>".join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
 def reading_direction(frame: pd.DataFrame) -> str:

@@ -158,7 +158,7 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
     under = subtitle(norms, f"training step {' and '.join(map(str, steps))}", *_reading(norms))
     most = max(len(grid) for _, grid in grids)
     figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most))
-    figure.update_xaxes(type="category", tickangle=-60, tickfont_size=10)
+    figure.update_xaxes(type="category", tickangle=-60, tickfont_size=11)
     figure.update_yaxes(dtick=1 if most <= MAX_WHOLE else None)
     figure.update_yaxes(title_text="layer", col=1)
     return _scaled(dressed(figure, "Gradient norms, layer by layer", under, figure.layout.height))
@@ -199,7 +199,7 @@ def gradient_maps(
             ticks.setdefault(row.partition(" ")[0], []).append(row)
         ticks.pop("", None)
         middle = [rows[len(rows) // 2] for rows in ticks.values()]
-        axis.update(type="category", tickfont_size=10, tickvals=middle, ticktext=list(ticks))
+        axis.update(type="category", tickfont_size=11, tickvals=middle, ticktext=list(ticks))
     return _scaled(dressed(figure, "Gradient norms over training", under, figure.layout.height))
 
 
@@ -237,7 +237,7 @@ def _maps(
         figure.add_heatmap(
             z=z, x=x, y=y, customdata=10**z, coloraxis="coloraxis2" if ratio else "coloraxis", name=name,
             text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if printed else None,
-            texttemplate="%{text}" if printed else None, textfont_size=9, hoverongaps=False,
+            texttemplate="%{text}" if printed else None, textfont_size=11, hoverongaps=False,
             hovertemplate=f"{name}<br>{place}: {caption}<extra></extra>", **at,
         )  # fmt: skip
         figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, **at)

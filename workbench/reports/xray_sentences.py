@@ -65,7 +65,7 @@ def pm(value: float, se: float, digits: int = 2) -> str:
 
 
 def _percent(value: float, se: float) -> str:
-    return f"{pm(100 * value, 100 * se, 1)}%"
+    return f"{100 * value:.1f}% (error unknown)" if math.isnan(se) else f"{pm(100 * value, 100 * se, 1)}%"
 
 
 def _finite(rows: pd.DataFrame) -> pd.DataFrame:

@@ -311,7 +311,7 @@ def named_series(entries: list[Entry]) -> Iterable[Entry]:
 WORDS = {
     "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps",
     "batch": "batch {}", "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
-    "shortest": "distances from {}",
+    "shortest": "distances from {}", "n_ctx": "context of {}",
 }  # fmt: skip
 """Settings in which experiments may differ, in words; other settings are shown by name."""
 IGNORED = (

@@ -32,7 +32,7 @@ from workbench.views.training import VANILLA
 
 FORMS = {
     "auto": "automatic", "profile": "lines over layers", "positions": "map: layer by position", "heads": "map: layer by head",
-    "ranks": "curves over ranks", "pairs": "map: layer by layer", "steps": "lines over training steps",
+    "ranks": "curves over ranks", "pairs": "map: layer by layer", "steps": "lines over training",
 }  # fmt: skip
 AXES = {
     "profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "pairs": "source", "steps": "step",

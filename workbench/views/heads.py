@@ -307,8 +307,9 @@ def history(source: Source, link: Link) -> Drawing:
         sentence = f"{picked.name}: {last['value']:.3g}{picked.entry.at_step(last['step'])}, the only measured step"
         return Drawing(figure, table, sentence + ("" if picked.entry.shipped else more))
     then = others.loc[others["step"] == last["step"], "value"]
-    before = int((then > last["value"]).sum() if selected.end == "highest" else (then < last["value"]).sum())
-    rank = f"rank {before + 1} of {len(then) + 1} heads of the run, {selected.end} first"
+    lowest = selected.end == "lowest"
+    before = int((then < last["value"]).sum() if lowest else (then > last["value"]).sum())
+    rank = f"rank {before + 1} of {len(then) + 1} heads of the run, {ENDS['lowest' if lowest else 'highest']}"
     course = f"{first['value']:.3g} at step {first['step']}, {last['value']:.3g} at step {last['step']}"
     return Drawing(figure, table, f"{course}: {rank}.")
 

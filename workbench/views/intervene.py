@@ -14,6 +14,7 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
+from workbench.plots.grids import safe
 from workbench.plots.style import BARS, at_least, pale
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
@@ -173,17 +174,21 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
         horizontal_spacing=0.04 if alike else 0.16,
     )  # fmt: skip
     for column, (name, series, rows) in enumerate(panels, 1):
-        names = plots.unique([html.escape(str(t), quote=False) for t in rows["text"]])
+        names = plots.unique([safe(t) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
         minus = name == plots.MINUS  # a difference of probabilities is in percentage points
         form, scale, unit = (
             ("{:+.1f}", 100, f"probability, {plots.MINUS} (points)") if minus else ("{:.1%}", 1, "probability")
         )
-        before, after = ([form.format(scale * p).replace("-", "−") for p in rows[when]] for when in ("before", "after"))
+        before, after = (
+            [form.format(scale * p).replace("-", "−") if minus or not 0 < p < 5e-4 else "<0.1%" for p in rows[when]]
+            for when in ("before", "after")
+        )
         shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
-                y=names, x=scale * rows[when], orientation="h", name=f"{name}, {when}", marker_color=colour, showlegend=False,
+                y=names, x=scale * rows[when], orientation="h", name=f"{name}, {when}", showlegend=False,
+                marker={"color": colour, "line": {"color": bars["after"], "width": 1}},
                 text=shares if when == "after" else None, textposition="outside", cliponaxis=False,
                 textfont_size=11, constraintext="none",
                 hovertemplate=f"%{{y}}: %{{x:{'.2f' if minus else '.2%'}}} {when * bool(change)}<extra></extra>", row=1, col=column,
@@ -198,8 +203,9 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     figure.update_yaxes(autorange="reversed", type="category")
     legend = f"pale: before; full: after; {change}; " if change else ""
     plots.dressed(figure, title, f"{_alone(effects)}{legend}one text", AXIS + EACH * most)
+    figure.update_yaxes(ticksuffix="  ")
     if len(panels) > 1:
-        at_least(figure, BARS * len(panels))
+        at_least(figure, BARS * len(panels)).update_layout(margin_r=64)  # of the labels of A − B
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 

@@ -11,7 +11,7 @@ from workbench.errors import BadData, UnknownName
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
 """Keys of every page: experiment, models A and B with their steps, the models that are drawn, the prompt."""
-SWITCHES = {"alone", "compare", "log", "depth", "behind", "minus", "weights"}
+SWITCHES = {"alone", "shipped", "compare", "log", "depth", "behind", "minus", "weights"}
 """Keys that are on (1) or off (0)."""
 
 
@@ -29,7 +29,7 @@ class PageInfo:
 PAGES = {
     "start": PageInfo(
         "Start", "flag", "Main result, one model, runs, verdicts",
-        ("show", "claim", "alone", "group", "when", "left", "right", "at"),
+        ("show", "claim", "alone", "shipped", "group", "when", "left", "right", "at"),
     ),
     "training": PageInfo(
         "Training", "trending_down", "Losses, gradients and coefficients over training",
@@ -51,7 +51,7 @@ PAGES = {
         ("show", "site", "layer", "head", "position", "query", "target", "against", "quantity", "lens", "fit", "other"),
     ),
     "maps": PageInfo(
-        "Maps", "scatter_plot", "Tokens as points, and heads in groups", ("site", "layer", "method", "colour", "groups")
+        "Token maps", "scatter_plot", "Tokens as points, and heads in groups", ("site", "layer", "method", "colour", "groups")
     ),
     "differences": PageInfo(
         "Differences", "difference", "What differs between two models: settings, weights, measures", ("quantity",)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.errors import BadData
-from workbench.plots.grids import safe
+from workbench.plots.grids import counted_spaces, safe
 from workbench.views.link import Link
 from workbench.views.source import RunAtStep, Source
 
@@ -54,7 +54,8 @@ def quoted(token: str) -> str:
 
 
 def short(token: str, most: int = 12) -> str:
-    """A token, cut if it is long."""
+    """A token with long runs of spaces counted, cut if it is long."""
+    token = counted_spaces(token)
     return token if len(token) <= most else token[: most - 1] + "…"
 
 

@@ -175,7 +175,7 @@ def two_texts(source: Source, link: Link) -> Drawing:
     figure = _next_tokens_figure(frames)
     figure.for_each_annotation(lambda a: a.update(text=TEXT_MINUS) if a.text == plots.MINUS else None)
     figure.for_each_xaxis(
-        lambda a: a.update(title_text="probability, difference") if plots.MINUS in str(a.title.text) else None
+        lambda a: a.update(title_text="probability, difference (points)") if plots.MINUS in str(a.title.text) else None
     )
     ends = " and ".join(quoted(source.tokens(subject, text)[-1]) for text in texts)
     figure.update_layout(
@@ -227,7 +227,7 @@ def surprise(source: Source, link: Link) -> Drawing:
             hovertemplate="%{x}: %{y:.3g} nats<extra></extra>", row=row, col=1,
         )  # fmt: skip
         every = max(1, -(-len(ticks) // 40))
-        figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=10, row=row, col=1)
+        figure.update_xaxes(tickvals=ticks[::every], type="category", tickangle=-90, tickfont_size=11, row=row, col=1)
     if len(lines) == 2 and alike:
         figure.add_bar(x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS))
     figure.update_yaxes(title_text="loss (nats)")
@@ -327,10 +327,11 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
         a, b = (row.reindex(names, fill_value=0.0) for _, _, row in bars)
         bars.append((plots.MINUS, plots.colour(plots.MINUS), a - b))
     figure = make_subplots(1, 1)
-    for title, colour, row in bars:
+    for title, colour, row in reversed(bars):  # a group is drawn upwards too
         figure.add_bar(
             y=list(row.index), x=row.to_numpy(), orientation="h", name=title, marker_color=colour,
             hovertemplate="%{y}: %{x:.3g} logits<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="logits")
+    figure.update_layout(legend_traceorder="reversed")
     return figure.update_yaxes(type="category")  # layers upwards, as in maps

@@ -19,7 +19,7 @@ from workbench.checkpoints.identify import WITHOUT
 from workbench.claims.all_verdicts import Verdicts, judge_all
 from workbench.data.tasks import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import read_bytes
+from workbench.files import read_bytes, read_json
 from workbench.models.registry import architecture_label
 from workbench.places import SHIPPED
 from workbench.plots import DETAIL
@@ -48,7 +48,7 @@ TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 SYMBOLS = "Kq7fW2mZxR0bTn5LsYd8HcVjA3pGeUi9"
 IDS = " ".join(map(str, 2 * [*range(1, 13)]))
 """Default prompts: text, as many letters as the demo's models learned to copy, ids for a model without a tokenizer."""
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 EVIDENCE, MODELS = SHIPPED / "evidence", SHIPPED / "models"
 """Shipped studies without weights, and shipped models."""
 
@@ -465,7 +465,7 @@ def measure_metrics(
 
 
 def prompt_notes(entry: Entry, text: str) -> list[str]:
-    """Describe how a prompt of symbols differs from the typed text and from the training sequences."""
+    """Describe how a prompt differs from the typed text and, as far as it is known, from the training sequences."""
     notes = []
     if entry.kind in LETTERS and any(c.isspace() for c in text.strip()):
         notes.append("This model has no space among its symbols: spaces and line ends are left out.")
@@ -473,6 +473,13 @@ def prompt_notes(entry: Entry, text: str) -> list[str]:
     if starts and not text.lstrip().startswith(ALPHABET[0]):
         notes.append(
             f"Every training sequence begins with the start symbol {ALPHABET[0]}; this prompt does not, so sinks differ."
+        )
+    settings = Path(entry.path) / TOKENIZER_SETTINGS
+    if entry.imported and settings.exists() and (start := read_json(settings).get("bos_token")):
+        notes.append(
+            f"The tokenizer of this model names a start token, {start['content'] if isinstance(start, dict) else start}, and texts are "
+            "read without it. If training put it before every sequence, the sink and all shares of the first token differ; in Python: "
+            "`model.to_tokens(text, prepend_bos=True)`."
         )
     return notes
 

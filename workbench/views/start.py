@@ -151,10 +151,10 @@ def verdicts_key(source: Source, link: Link) -> tuple[Any, ...]:
 
 
 def _judged_runs(source: Source, link: Link) -> Sequence[Entry]:
-    """All runs of the folder; with `alone=1` the runs of one experiment."""
+    """All runs of the folder; with `alone=1` those of one experiment, with `shipped=1` those of the shipped studies."""
     if link.on("alone"):
         return source.group(link)
-    runs = source.catalogue()
+    runs = source.shipped() if link.on("shipped") else source.catalogue()
     return [e for e in runs.entries if Path(runs.folder) in Path(e.path).parents]
 
 
@@ -167,29 +167,47 @@ def _finished(source: Source, link: Link) -> list[Entry]:
 
 def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
     """Return the judgement of every claim from the records of the finished runs; nothing is measured."""
-
-    def load_or_judge() -> Verdicts:
-        """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
-        entries, folder = _finished(source, link), Path(source.catalogue().folder)
-        marked = "" if link.on("alone") else all_verdicts.mark(entries)
-        if marked and (stored := all_verdicts.load_verdicts(folder, marked)) is not None:
-            return stored
-        result = source.judge(entries)
-        if marked and source.own():
-            with contextlib.suppress(WorkbenchError):  # a read-only folder
-                all_verdicts.save_verdicts(folder, marked, result)
-        return result
-
-    verdicts: Verdicts = source.keep(verdicts_key(source, link), load_or_judge)
+    verdicts: Verdicts = source.keep(verdicts_key(source, link), lambda: _load_or_judge(source, link))
     source.problems.update(verdicts.problems)
+    return _judgements_of(verdicts)
+
+
+def shipped_verdict(source: Source, claim: str) -> Judgement | None:
+    """Return the stored judgement of a claim on the shipped studies; None if it is not stored for these claims and runs."""
+    link = Link("start", {"shipped": "1"})
+    if not any(e.finished for e in _judged_runs(source, link)):
+        return None
+
+    def load() -> Verdicts | None:
+        return all_verdicts.load_verdicts(Path(source.shipped().folder), all_verdicts.mark(_finished(source, link)))
+
+    stored = source.keep(("stored", *verdicts_key(source, link)), load)
+    return None if stored is None else next((j for j in _judgements_of(stored) if j.claim.name == claim), None)
+
+
+def _judgements_of(verdicts: Verdicts) -> tuple[Judgement, ...]:
     return tuple(
         Judgement(c, verdicts.of[c.name], tuple(m for m in c.metrics if m not in verdicts.metrics)) for c in chosen()
     )
 
 
+def _load_or_judge(source: Source, link: Link) -> Verdicts:
+    """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
+    entries, of_user = _finished(source, link), source.own() and not link.on("shipped")
+    folder = Path((source.catalogue() if of_user else source.shipped()).folder)
+    marked = "" if link.on("alone") else all_verdicts.mark(entries)
+    if marked and (stored := all_verdicts.load_verdicts(folder, marked)) is not None:
+        return stored
+    result = source.judge(entries)
+    if marked and of_user:
+        with contextlib.suppress(WorkbenchError):  # a read-only folder
+            all_verdicts.save_verdicts(folder, marked, result)
+    return result
+
+
 def analyze_command(source: Source, link: Link, question: str | None = None) -> str:
     """Return the command that measures and judges the claims."""
-    entries, runs = _judged_runs(source, link), source.catalogue()
+    entries, runs = _judged_runs(source, link), source.shipped() if link.on("shipped") else source.catalogue()
     folder, stem = Path(entries[0].path).parent, re.match(r"^[\w+.-]*?[-_]", entries[0].name)
     alike = [e.name for e in source.listed() if stem and e.name.startswith(stem[0])]
     if not link.on("alone") or len(entries) == len(source.listed()):
@@ -426,10 +444,13 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
         layers = seeds["resformer"].columns.intersection(seeds["transformer"].columns)
         each = [paired_seeds(seeds["resformer"][n].dropna(), seeds["transformer"][n].dropna()) for n in layers]
         each = [one.widened(factor) for one, factor in zip(each, holm_factors([one.p for one in each]), strict=True)]
-        lines = "; ".join(f"layer {n:.0f}: {one}" for n, one in zip(layers, each, strict=True))
-        n, differ = min(one.n for one in each), sum(one.sign != 0 for one in each)
-        about = f"{n} paired seeds; {confidence()} intervals, Holm-adjusted over {len(each)} layers"
-        sentence = f"ResFormer - Transformer (nats): {lines} ({about}). {differ} of {len(each)} layers differ."
+        differ = [f"layer {n:.0f}: {one}" for n, one in zip(layers, each, strict=True) if one.sign]
+        means = [one.value for one in each]
+        about = f"{min(one.n for one in each)} paired seeds; {confidence()} intervals, Holm-adjusted over {len(each)} layers"
+        listed = "; ".join(differ) or f"{min(means):+.3g} to {max(means):+.3g}, every interval includes 0"
+        sentence = (
+            f"{len(differ) or 'None'} of {len(each)} layers differ: ResFormer − Transformer in nats {listed} ({about})."
+        )
     return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows, sentence)
 
 

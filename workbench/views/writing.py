@@ -13,10 +13,12 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
+from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
 from workbench.views.base import Drawing, timelapse, views_of
 from workbench.views.positions import short
+from workbench.views.source import run_name
 
 if TYPE_CHECKING:
     from workbench.views.link import Link
@@ -81,14 +83,18 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str, caption
 
 def caption_of(source: Source, link: Link) -> str:
     """Return the models, steps, prompt and recipe behind the figures of a link, for a file that leaves its page."""
-    of_models, words = link.page in PROMPTED or link.on("compare"), list[str]()
-    subjects = source.subjects(link) if of_models else []
-    words += [s.title for s in subjects]
+    words, entries = list[str](), list[Entry]()
     if link.page in PROMPTED:
+        subjects = source.subjects(link)
+        words, entries = [s.title for s in subjects], [s.entry for s in subjects]
         words.append(f"prompt “{short(' '.join(source.prompt(link).split()), PROMPT)}”")
-    if not subjects and link.text("set") is None:
+    elif link.on("compare") and link.page != "start":
+        named = {tag: link.text(tag.lower()) for tag in ("A", "B")}
+        entries = [source.catalogue().entry(name) for name in named.values() if name]  # they may have no checkpoints
+        words = [f"{tag}: {run_name(source.catalogue().entry(name))}" for tag, name in named.items() if name]
+    if not entries and link.text("set") is None:
         return ""
-    entries = [s.entry for s in subjects] or source.group(link)[:1]
+    entries = entries or source.group(link)[:1]
     for entry in {e.group: e for e in entries}.values():
         rate = "" if entry.imported or entry.numbers_only else f", rate {Run.open(entry.path).train.lr:g}"
         words.append(f"{entry.title}{rate}")
