@@ -7,7 +7,14 @@ import warnings
 import pandas as pd
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 
 import workbench
 from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
@@ -97,6 +104,33 @@ def test_generation_takes_the_names_of_transformers(own, llama, observed, gpt2):
             ours.generate(IDS, 5, do_sample=True, temperature=0)
         with pytest.raises(BadData, match="padding"):
             ours.generate(input_ids=IDS, attention_mask=RIGHT)
+
+
+def test_a_cache_is_filled_again_when_the_length_changes_the_rotary_frequencies():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [4.0, 2.0], "rope_theta": 10.0}
+    rope["original_max_position_embeddings"] = 14
+    config = LlamaConfig(**SIZES, **shape, rope_parameters=rope, max_position_embeddings=64, eos_token_id=None)
+    model = workbench.observe(LlamaForCausalLM(config).eval(), IDS, quiet=True)
+    cache = model.new_cache(3)
+    parts = [model(IDS[:, :9], past_kv_cache=cache), model(IDS[:, 9:], past_kv_cache=cache)]
+    ids = torch.cat([IDS, IDS[:, :5]], 1)
+    parts.append(model(ids[:, 12:], past_kv_cache=cache))  # 17 of 14 positions
+    torch.testing.assert_close(parts[2], model(ids)[:, 12:])
+    torch.testing.assert_close(torch.cat(parts[:2], 1), model(IDS))
+    assert torch.equal(
+        model.generate(IDS, 9, do_sample=False), model.generate(IDS, 9, do_sample=False, use_cache=False)
+    )
+
+
+def test_a_module_that_returns_no_cache_says_how_to_generate():
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = RecurrentGemmaConfig(vocab_size=64, num_key_value_heads=1, head_dim=8, lru_width=16, **shape)
+    model = workbench.observe(RecurrentGemmaForCausalLM(config).eval(), IDS, quiet=True)
+    with pytest.raises(WorkbenchError, match="returns no key-value cache: generate with use_cache=False"):
+        model.generate(IDS, 2)
+    assert model.generate(IDS, 2, use_cache=False).shape == (3, 14)
 
 
 def test_an_observed_module_generates_with_its_own_cache_unless_hooks_need_whole_sequences(observed, gpt2):

@@ -10,9 +10,12 @@ import torch
 from observed import LAMBDAS, see
 from sharded import observe_shards, observe_tensor_parallel
 from strangers import GPT, large
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import workbench
 from workbench.models.decomposition import decompose
+from workbench.observing.interception.weights import matrix_and_bias
 from workbench.prompts import logit_attribution
 
 
@@ -56,3 +59,14 @@ def test_two_processes_observe_what_is_spread_over_them(what, tmp_path, forkserv
     for process in started:
         process.join(120)
     assert [process.exitcode for process in started] == [0, 0]
+
+
+def test_the_matrix_of_a_module_is_its_weight_or_its_outputs_on_unit_rows():
+    rows = torch.randn(5, 3)
+    hooked, replaced = nn.Linear(3, 4), nn.Linear(3, 4)
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    replaced.forward = lambda x: 3 * x + 1  # as accelerate replaces it
+    adapted = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+    for module in (nn.Linear(3, 4), nn.Linear(3, 4, bias=False), Conv1D(4, 3), hooked, replaced, adapted):
+        matrix, bias = matrix_and_bias(module, rows)
+        assert torch.allclose(rows @ matrix + bias, module(rows), atol=1e-6)

@@ -201,6 +201,7 @@ FAMILIES = {
     "GPT2": (["embed", "positions", "0_attn_out", "0_mlp_out", "bias"], {}),
     "Llama": (["embed", "0_attn_out", "0_mlp_out"], {}),
     "Qwen3": (["embed", "0_attn_out", "0_mlp_out"], {"head_dim": 8}),  # norms of queries and keys, grouped keys
+    "Exaone4": (["embed", "0_attn_out", "0_mlp_out"], {}),  # norms of heads after they are moved before the positions
     "Olmo2": (["embed", "0_attn_out", "0_mlp_out"], {}),  # norms over all heads, none before the attention
     "GPTNeoX": (["embed", "0_attn_out", "0_mlp_out", "bias"], {"rotary_pct": 0.5}),
     "GPTJ": (["embed", "0_attn_out", "0_mlp_out", "bias"], {"rotary_dim": 4, "n_embd": 32, "n_head": 4}),  # neighbours
@@ -220,7 +221,7 @@ def observed_family(name, *, eager=False, **changes):
     return see(model, torch.randint(61, (2, 12), generator=generator))
 
 
-FAST = ("GPT2", "Qwen3", "Bloom")
+FAST = ("GPT2", "Qwen3", "Exaone4", "Bloom")
 
 
 @pytest.mark.parametrize(
@@ -264,6 +265,14 @@ def test_odd_blocks_sum_to_their_scores_or_are_refused(name):
     result = score_attribution(observed, ids, 2, 1, 9, 4, by="head")
     assert result.score == pytest.approx(expected, abs=1e-5)
     assert result.error < 1e-5 * abs(expected)
+
+
+def test_a_norm_with_weights_for_each_head_is_refused_by_name():
+    model = observed_family("Cohere", use_qk_norm=True)
+    with pytest.raises(
+        BadData, match=r"layer 1's query: model.layers.1.self_attn.q_norm cannot read rows of \d+ numbers"
+    ):
+        score_attribution(model, some_ids(11), 1, 3, 9, 4)
 
 
 CHANGED = {  # families whose softmax is not that of q . k over all earlier keys, and the refusal of a hidden key

@@ -17,7 +17,7 @@ from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.decomposition import TOLERANCE, Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
-from workbench.observing.interception.weights import apply_module, is_sharded
+from workbench.observing.interception.weights import is_sharded, matrix_and_bias
 from workbench.observing.recognition.attention_calls import repeated
 from workbench.observing.recognition.fits import FrozenNorm, depth_weights, fit_norm
 from workbench.observing.recognition.outputs import GATE, SHARE
@@ -91,21 +91,29 @@ class ObservedAnatomy(Anatomy):
 
         `embed` is the first block's input, `0_attn_bias` the bias of W_O, `0_block_out` all that a block without known parts adds.
         """
+
+        def mapped(part: Tensor) -> Tensor:
+            return part if through is None else part.to(through) @ through
+
         first, *weights = self._weights(read, layer)
-        parts = [("embed", first * read.cut("blocks.0.hook_resid_pre"))]
+        start = read.cut("blocks.0.hook_resid_pre")
+        parts = [("embed", mapped(first * start))]
+        by_channel = any(isinstance(weight, Tensor) for weight in weights)
         for n, structure in enumerate(self.structure.layers[:layer]):
+            weight, joined = weights.pop(0), None
             if not structure.adds:
                 added = read.cut(f"blocks.{n}.hook_resid_post") - read.cut(f"blocks.{n}.hook_resid_pre")
                 attention = [(f"{n}_block_out", added)]
             elif by != "layer" and structure.is_read:
-                attention = self._heads(read, n, by)
+                # the matrix joins W_O where no factor by channel stands between and more rows than channels of a head pass it
+                joined = None if by_channel or start[..., 0].numel() < structure.rows["z"].shape[-1] else through
+                attention = self._heads(read, n, by, joined)
             else:
                 attention = [(f"{n}_attn_out", read.cut(f"blocks.{n}.hook_attn_out"))]
-            weight = weights.pop(0)
-            parts += [(label, weight * part) for label, part in attention]
+            parts += [(label, mapped(weight * part) if joined is None else weight * part) for label, part in attention]
             if structure.mlp_out is not None:
-                parts.append((f"{n}_mlp_out", weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out")))
-        return parts if through is None else [(label, part.to(through) @ through) for label, part in parts]
+                parts.append((f"{n}_mlp_out", mapped(weights.pop(0) * read.cut(f"blocks.{n}.hook_mlp_out"))))
+        return parts
 
     def _weights(self, read: Reader, layer: int) -> list[Any]:
         """Return the weights of the first block's input and of every output so far in a stream."""
@@ -150,24 +158,27 @@ class ObservedAnatomy(Anatomy):
         self.written[n] = norm
         return norm
 
-    def _heads(self, read: Reader, n: int, by: str) -> list[tuple[str, Tensor]]:
-        """Return the additions to the stream of a layer's heads, or of every value path of its heads, and of W_O's bias."""
+    def _heads(self, read: Reader, n: int, by: str, through: Tensor | None) -> list[tuple[str, Tensor]]:
+        """Return what a layer's heads, or their value paths, and W_O's bias add to the stream, or the products with a matrix."""
         layer, norm = self.structure.layers[n], self._output_norm(n)
         w_o, bias = (x.to(read.wide) for x in output_map(self.foreign, layer))
         z, added = read(f"blocks.{n}.attn.hook_z"), read.cut(f"blocks.{n}.hook_attn_out")
         made = torch.einsum("bphd,hdm->bpm", read.at_positions(z), w_o) + bias
         divisor, gain = norm.divisor(made, added), norm.gain.to(made)
         zs = self._value_paths(read, n, z) if by == "value_path" else {"": z}
+        w_o, rest = gain * norm.read(w_o), gain * norm.read(bias) / divisor
+        if norm.shift is not None:
+            rest = rest + norm.shift.to(made)
+        if through is not None:
+            w_o, rest = w_o.to(through) @ through, rest.to(through) @ through
         parts = []
         for path, part in zs.items():
-            by_head = gain * norm.read(torch.einsum("bphd,hdm->hbpm", read.at_positions(part), w_o)) / divisor
+            by_head = torch.einsum("bphd,hdm->hbpm", read.at_positions(part).to(w_o), w_o) / divisor
             parts += [(h, f"L{n}H{h}{path and f'.{path}'}", one) for h, one in enumerate(by_head)]
         parts.sort(key=lambda part: part[0])  # paths of a head side by side
-        rest = None if not bool(bias.any()) else gain * norm.read(bias.expand_as(made)) / divisor
-        if norm.shift is not None:
-            rest = norm.shift.to(made) + (0.0 if rest is None else rest)
         heads = [(label, part) for _, label, part in parts]
-        return heads if rest is None else [*heads, (f"{n}_attn_bias", rest.expand_as(made))]
+        has_rest = norm.shift is not None or bool(bias.any())
+        return [*heads, (f"{n}_attn_bias", rest)] if has_rest else heads
 
     # ---- value paths -------------------------------------------------------------------------------------------------
 
@@ -282,12 +293,11 @@ def output_map(foreign: nn.Module, layer: LayerStructure) -> tuple[Tensor, Tenso
     """Return W_O [head, d_value, d_model] of an observed layer and its bias [d_model], in the matrix's type."""
     assert layer.z is not None
     heads, width = layer.rows["z"].shape[1:]
+    if layer.w_o is None:
+        matrix, bias = matrix_and_bias(foreign.get_submodule(layer.z.module), layer.rows["z"].flatten(1))
+        return matrix.unflatten(0, (heads, width)), bias
     rows = torch.eye(heads * width, dtype=layer.rows["z"].dtype, device=layer.rows["z"].device)
-    if layer.w_o is not None:
-        bias, made = layer.w_o(rows.new_zeros(1, heads, width)), layer.w_o(rows.unflatten(1, (heads, width)))
-    else:
-        module = foreign.get_submodule(layer.z.module)
-        bias, made = apply_module(module, torch.zeros_like(rows[:1])), apply_module(module, rows)
+    bias, made = layer.w_o(rows.new_zeros(1, heads, width)), layer.w_o(rows.unflatten(1, (heads, width)))
     return (made - bias).unflatten(0, (heads, width)), bias[0]
 
 

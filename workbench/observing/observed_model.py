@@ -516,6 +516,7 @@ class ModuleCache:
     def __init__(self, model: Observed, batch: int) -> None:
         self.model, self.batch, self.length = model, batch, 0
         self.past: Any = None
+        self.ids: list[Tensor] = []
 
     def check(self, model: Observed, ids: Tensor) -> None:
         """Raise `BadData` if ids [batch, pos] of a model cannot continue this cache."""
@@ -527,12 +528,22 @@ class ModuleCache:
             )
 
     def call(self, call: Call, module: nn.Module, ids: Tensor) -> Any:
-        """Run the module on the ids after those in the cache."""
+        """Run the module on the ids after those in the cache, and on all if their keys were rotated by other frequencies."""
+        before = self._frequencies()
         output = call(module, ids, past_key_values=self.past, use_cache=True)
-        self.past, self.length = output.past_key_values, self.length + ids.shape[1]
+        self.ids.append(ids)
+        if self.length and any(not torch.equal(a, b) for a, b in zip(before, self._frequencies(), strict=True)):
+            output = call(module, torch.cat(self.ids, 1), use_cache=True)
+            output["logits"] = output["logits"][:, -ids.shape[1] :]
+        self.past, self.length = getattr(output, "past_key_values", None), self.length + ids.shape[1]
         if self.past is None:
             raise WorkbenchError(f"{type(module).__name__} returns no key-value cache: generate with use_cache=False")
         return output
+
+    def _frequencies(self) -> list[Tensor]:
+        """Return copies of the rotary frequencies, which depend on the length in some families (longrope)."""
+        buffers = self.model.foreign.named_buffers()
+        return [x.clone() for name, x in buffers if name.endswith("inv_freq") and not x.is_meta]
 
 
 class _PlainCalls:

@@ -20,8 +20,9 @@ from workbench.errors import BadData
 from workbench.models.decomposition import BIAS, By, decompose
 from workbench.models.hook_points import has_hooks
 from workbench.observing.interception.masks import CAUSAL, visible_keys
+from workbench.observing.interception.positions import Layout, Positions
 from workbench.observing.interception.tensor_layouts import get_at
-from workbench.observing.interception.weights import apply_module
+from workbench.observing.interception.weights import apply_module, matrix_and_bias
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.executions import MATRIX
 from workbench.observing.recognition.fits import EXACT, FrozenNorm, fit_norm
@@ -86,27 +87,32 @@ def observed_score_parts(
             )
         fitted = fit
     at = list(range(ids.shape[1])) if pos is None else list(pos)
-    stream = decompose(model, cache, to=layer, by=by, pos=at, anatomy=anatomy)
-    read, labels, streams = cache[f"blocks.{layer}.hook_resid_pre"][0], list(stream.labels), stream.parts[:, 0]
-    if (places := table_of_positions(model, cache)) is not None and torch.equal(
-        streams[0], cache["blocks.0.hook_resid_pre"][0, at]
-    ):
-        streams = torch.cat([streams[:1] - places[at], places[None, at], streams[1:]])
+    read, n_heads, maps = cache[f"blocks.{layer}.hook_resid_pre"][0], before["q"].shape[1], dict[str, StreamMap]()
+    for name in ("q", "k"):
+        repeats = n_heads // before[name].shape[1]
+        maps[name] = stream_map(
+            runs, getattr(part, name), layer, name, read, before[name], at[:1] if name == "q" and head is not None else at,
+            EXACT[dtype], list(range(n_heads // repeats)) if head is None else [head // repeats], anatomy.structure.layout,
+        )  # fmt: skip
+    through = torch.cat([m.columns for m in maps.values()], -1)
+    stream = decompose(model, cache, to=layer, by=by, pos=at, through=through, anatomy=anatomy)
+    labels, mapped = list(stream.labels), stream.parts[:, 0]
+    first = cache["blocks.0.hook_resid_pre"][0, at].to(through) @ through
+    is_first = float((mapped[0] - first).abs().max()) <= 1e-9 * float(first.abs().max())  # with weight 1
+    if is_first and (places := table_of_positions(model, cache)) is not None:
+        added = places[at].to(through) @ through
+        mapped = torch.cat([mapped[:1] - added, added[None], mapped[1:]])
         labels[:1] = [labels[0], "positions"]
     parts, whole, all_labels = {}, {}, {}
-    for name in ("q", "k"):
-        place, repeats = getattr(part, name), before["q"].shape[1] // before[name].shape[1]
-        own_head = None if head is None else head // repeats
-        heads = torch.arange(before["q"].shape[1]) // repeats if own_head is None else torch.tensor([own_head])
-        here = at[:1] if name == "q" and head is not None else at
-        made, constant = projected_parts(
-            runs, place, layer, name, read, streams[:, : len(here)], before[name], here, EXACT[dtype], own_head
-        )
-        if bool(constant.any()):
-            made = torch.cat([made, constant[None]])
-        made, own = rotation(name, made, here), after[name][here][:, heads]
-        made = made if own_head is not None else made[:, :, heads]
-        scales = fitted.factor[slice(None) if head is None else slice(head, head + 1), None]
+    for (name, m), columns in zip(
+        maps.items(), mapped.split([m.columns.shape[1] for m in maps.values()], -1), strict=True
+    ):
+        made = m.finished(columns[:, : len(m.at)])
+        if bool(m.constant.any()):
+            made = torch.cat([made, m.constant[None]])
+        heads = [h for h in m.heads for _ in range(n_heads // before[name].shape[1] if head is None else 1)]
+        made = rotation(name, made, m.at)[:, :, [m.heads.index(h) for h in heads]]
+        own, scales = after[name][m.at][:, heads], fitted.factor[slice(None) if head is None else [head], None]
         made, own = (x * scales if name == "q" else x for x in (made, own))
         all_labels[name] = labels + [BIAS] * (len(made) - len(labels))
         parts[name], whole[name] = made[:, None], own[None]
@@ -165,64 +171,77 @@ def table_of_positions(model: Observed, cache: Any) -> Tensor | None:
 # ---- projections -----------------------------------------------------------------------------------------------------
 
 
-def projected_parts(
-    runs: Sequence[ModuleRun], place: Projection | None, layer: int, name: str, read: Tensor, streams: Tensor, seen: Tensor,
-    at: list[int], tolerance: float, head: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Map parts [part, pos, d_model] of the block's input `read` [T, d_model] to queries or keys, of all heads or one.
+@dataclass(frozen=True, kw_only=True)
+class StreamMap:
+    """The map from a block's input to a layer's queries or keys at some positions, norms frozen: a matrix, then divisions."""
 
-    Returns the parts and the constant part.
-    """
+    columns: Tensor  # matrix [d_model, n] in float64, the norm's gain and mean in it
+    finished: Callable[[Tensor], Tensor]  # maps products with it [..., pos, n] to [..., pos, head, d_head]
+    constant: Tensor  # what the block's input does not change, [pos, head, d_head]
+    at: list[int]
+    heads: list[int]
+
+
+def stream_map(
+    runs: Sequence[ModuleRun], place: Projection | None, layer: int, name: str, read: Tensor, seen: Tensor, at: list[int],
+    tolerance: float, heads: list[int], layout: Layout,
+) -> StreamMap:  # fmt: skip
+    """Return the map from the block's input `read` [T, d_model] to queries or keys `seen` [T, head, d_head] of some heads."""
     where, T = f"layer {layer}'s {'query' if name == 'q' else 'key'}", len(read)
     if place is None or place.module == MATRIX:
-        raise BadData(
-            f"{where} projection is the output of no module, so parts of the stream cannot be passed through it"
-        )
+        raise BadData(f"{where} projection is the output of no module, so parts of the stream cannot pass through it")
     of_place = [run for run in runs if run.name == place.module]
     if len(of_place) <= place.run:
         raise BadData(f"{where} projection, {place.module}, did not run on this prompt as on the example tokens")
     last = of_place[place.run]
-    shown = place.heads_in(get_at(last.output, place.path).reshape(T, -1))
-    if not torch.equal(shown.double(), seen):
+    output = get_at(last.output, place.path)
+    positions = Positions(1, T, layout)
+    rows = positions.by_position(output, place.axes)
+    if rows is None or not torch.equal(place.heads_in(rows).double(), seen):
         raise BadData(f"{where} differs from the output of {place.module} on this prompt")
-    matrix, columns, norm, width = last, None, None, last.input.shape[-1]
+    matrix, norm, width, before_norm = last, None, 1, None
+    columns: Any = slice(None)
     if not is_affine(last, read.shape[-1]):
-        norm = probed_norm(last, where)
+        norm, width = probed_norm(last, where), last.input.shape[-1]
+        before_norm = positions.by_position(last.input, place.axes) if last.input.shape == output.shape else None
         for matrix in reversed(runs[: runs.index(last)]):
-            if is_affine(matrix, read.shape[-1]):
-                rows = matrix.output.reshape(T, -1)
-                columns = matching_columns(rows, last.input.reshape(T, -1))
-                if columns is not None and torch.equal(rows[:, as_index(columns)], last.input.reshape(T, -1)):
+            if before_norm is not None and is_affine(matrix, read.shape[-1]):
+                made = matrix.output.reshape(T, -1)
+                columns = matching_columns(made, before_norm)
+                if columns is not None and torch.equal(made[:, as_index(columns)], before_norm):
                     break
         else:
             raise BadData(f"{where}: no matrix of the block makes the input of {place.module}")
     normed = matrix.input.reshape(T, -1)
     before = input_norm(runs, read, normed, where, tolerance)
     divisor = before.divisor(read.double(), normed.double())[at]
-    shift = torch.zeros_like(normed[:1]) if before.shift is None else before.shift[None].to(normed)
-    zero = apply_module(matrix.module, torch.zeros_like(normed[:1])).double()
-    constant = apply_module(matrix.module, shift).double().expand(len(at), -1)
-    if (
-        norm is None and head is not None and streams[..., 0].numel() > len(read.T)
-    ):  # one head's columns of the matrix, gain and mean in it
-        whole = apply_module(matrix.module, torch.eye(len(read.T)).to(normed)).double() - zero
-        columns_of_head = before.gain.to(divisor)[:, None] * place.heads_in(whole)[:, head]
-        columns_of_head -= columns_of_head.mean(0) if before.centred else 0
-        return divided(streams.double() @ columns_of_head, divisor)[:, :, None], place.heads_in(constant)[
-            :, head : head + 1
-        ]
-    made = divided(before.gain.to(divisor) * before.read(streams.double()), divisor)
-    out = apply_module(matrix.module, made.to(normed.dtype).flatten(0, 1)).double() - zero
-    out = out.unflatten(0, made.shape[:2])
-    if norm is not None and columns is not None:
-        out, constant = (y[..., as_index(columns)].unflatten(-1, (-1, width)) for y in (out, constant))
-        x, u = (t.reshape(T, -1, width).double() for t in (last.input, get_at(last.output, place.path)))
-        out, constant = (divided(norm.gain.to(x) * norm.read(y), norm.divisor(x, u)[at]) for y in (out, constant))
-        constant = constant if norm.shift is None else constant + norm.shift.to(x)
-        out, constant = out.flatten(-2), constant.flatten(-2)
-    heads = slice(None) if head is None else slice(head, head + 1)
-    by_head = place.heads_in(out.flatten(0, 1)).unflatten(0, made.shape[:2])
-    return by_head[..., heads, :], place.heads_in(constant)[:, heads]
+    weight, bias = (x.double()[..., as_index(columns)] for x in matrix_and_bias(matrix.module, normed))
+    constant = bias if before.shift is None else bias + before.shift.to(weight) @ weight
+    weight = before.gain.to(weight)[:, None] * weight
+    weight = weight - weight.mean(0) if before.centred else weight
+    # the rows of the selected heads, and all others under the same norms
+    of_heads = place.heads_in(torch.arange(rows.shape[1])[None])[0, heads]
+    groups = (of_heads // width).unique()
+    columns = (groups[:, None] * width + torch.arange(width)).flatten()
+    of_heads = torch.searchsorted(groups, of_heads // width) * width + of_heads % width
+
+    frozen = None
+    if norm is not None and before_norm is not None:
+        x, u = (t.unflatten(-1, (-1, width))[at][:, groups].double() for t in (before_norm, rows))
+        frozen = norm.divisor(x, u)
+
+    def normed_heads(x: Tensor) -> Tensor:
+        if norm is not None and frozen is not None:
+            x = x.unflatten(-1, (-1, width))
+            x = divided(norm.gain.to(x) * norm.read(x), frozen).flatten(-2)
+        return x[..., of_heads]
+
+    constant = normed_heads(constant[columns].expand(len(at), -1))
+    if norm is not None and norm.shift is not None:
+        constant = constant + norm.shift.to(constant).repeat(len(groups))[of_heads]
+    return StreamMap(
+        columns=weight[:, columns], finished=lambda x: normed_heads(divided(x, divisor)), constant=constant, at=at, heads=heads
+    )  # fmt: skip
 
 
 def divided(part: Tensor, divisor: Tensor) -> Tensor:
@@ -257,7 +276,11 @@ def probes(count: int, width: int, like: Tensor) -> Tensor:
 def probed_norm(run: ModuleRun, where: str) -> FrozenNorm:
     """Fit the norm that a module computes, on random rows; raises `BadData` for other functions."""
     rows = probes(PROBES, run.input.shape[-1], run.input)
-    if (norm := fit_norm(rows, apply_module(run.module, rows))) is None:
+    try:
+        norm = fit_norm(rows, apply_module(run.module, rows))
+    except RuntimeError as error:  # a norm with weights for each head reads no rows of one head
+        raise BadData(f"{where}: {run.name} cannot read rows of {len(rows.T)} numbers ({error})") from error
+    if norm is None:
         raise BadData(f"{where}: {run.name} is neither a matrix nor a norm")
     return norm
 

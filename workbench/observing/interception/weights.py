@@ -87,3 +87,23 @@ def apply_module(module: nn.Module, rows: Tensor) -> Tensor:
     weights: dict[str, Any] = {name: p.detach() for name, p in module.named_parameters() if is_sharded(p)}
     sharded = {name: p.full_tensor() for name, p in weights.items()}
     return torch.func.functional_call(module, sharded, (rows,)) if sharded else module(rows)
+
+
+def matrix_and_bias(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrix [in, out] and the bias [out] of a module that maps rows [row, in] affinely.
+
+    Those of a plain linear layer are its weights. Any other module, as one with an adapter or a hook, maps the unit rows.
+    """
+    zero = apply_module(module, torch.zeros_like(like[:1]))
+    weight: Any = getattr(module, "weight", None)
+    is_turned = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    is_plain = type(weight) is nn.Parameter or (
+        isinstance(weight, Tensor) and is_sharded(weight)
+    )  # others are quantised
+    if (type(module) is nn.Linear or is_turned) and is_plain:
+        changed = module._forward_hooks or module._forward_pre_hooks
+        # accelerate replaces `forward` to load offloaded weights
+        if not changed and (weight.is_meta or "forward" not in vars(module)):
+            return full_weight(module) if is_turned else full_weight(module).T, zero[0]
+    unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return apply_module(module, unit) - zero, zero[0]
