@@ -209,7 +209,7 @@ def choose_models(link: Link) -> Link:
                     for name, series in by_series.items()
                 ]  # fmt: skip
                 lines = f"{len(names)} line{'s' * (len(names) != 1)}"
-                st.caption(f"{len(runs)} runs in {lines}; the {len(chosen)} selected are drawn.")
+                st.caption(f"{len(runs)} run{'s' * (len(runs) != 1)} in {lines}; the {len(chosen)} selected are drawn.")
                 widgets.rows_table(
                     "runs_of_page", pd.DataFrame(rows), [names.index(n) for n in chosen],
                     lambda places: widgets.update_url(models=",".join(names[i] for i in places)), "Models to draw",

@@ -82,7 +82,7 @@ def latex_table(frame: pd.DataFrame) -> str:
     """Return a table as a LaTeX `tabular` with the rules of booktabs; needs `\\usepackage{booktabs}`.
 
     Args:
-        frame: Any table. Its index, columns without values and the column `provenance` are left out.
+        frame: Any table. Its index, columns without values and the columns `provenance` and `each` (a value per seed) are left out.
 
     Returns:
         Text with numbers of four significant digits, right-aligned, and all other cells escaped.
@@ -113,7 +113,7 @@ def markdown_table(frame: pd.DataFrame) -> str:
 
 def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
     """Return which columns hold numbers, and the header and rows as text, without columns that have no value."""
-    frame = frame.drop(columns="provenance", errors="ignore").dropna(axis=1, how="all")
+    frame = frame.drop(columns=["provenance", "each"], errors="ignore").dropna(axis=1, how="all")
     numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in frame.dtypes]
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
     return numeric, [[str(name) for name in frame.columns], *rows]

@@ -177,10 +177,10 @@ def headline(result: Finding) -> str:
         return f"Unresolved: {have} per model, and a verdict needs {MIN_SEEDS}."
     decided = [name for name, verdict in result.verdicts.items() if verdict.status != "unresolved"]
     if not decided:
-        who = (
-            f"none of {many} models" if many > 1 else f"{architecture_label(next(iter(result.intervals)))} not clearly"
-        )
-        either = f"{'clearly ' if many > 1 else ''}{outcome.less.partition(' ')[0]} or {outcome.more}"
+        less = outcome.less.partition(" ")[0]
+        who, either = f"none of {many} models", f"clearly {less} or {outcome.more}"
+        if many == 1:
+            who, either = architecture_label(next(iter(result.intervals))), f"neither clearly {less} nor {outcome.more}"
         return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {either} than the Transformer."
     first, others = decided[0], decided[1:NAMED]
     parts = [f"{architecture_label(first)} {outcome.verb} {_amount(result, first)} than the Transformer"]
