@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import workbench
 from workbench.models.decomposition import decompose
 from workbench.observing.interception.weights import matrix_and_bias
-from workbench.prompts import logit_attribution
+from workbench.prompts import logit_attribution, score_attribution
 
 
 @pytest.mark.parametrize("where", ["disk"])
@@ -38,6 +38,8 @@ def test_offloaded_weights_give_the_same_bits_and_stay_where_they_are(where, ids
     frames = [workbench.measure(m, ["row_entropy", "token_identity_share", "loss"], ids) for m in (observed, plain)]
     assert frames[0]["value"].equals(frames[1]["value"])
     one, other = (logit_attribution(m, ids[:1], -1, 5).frame for m in (observed, plain))
+    assert one.equals(other)
+    one, other = (score_attribution(m, ids[:1], 1, 1, -1, 5, by="head").matrix for m in (observed, plain))
     assert one.equals(other)
     assert all(p.is_meta for p in module.parameters()), "loaded for each run and let go"
 

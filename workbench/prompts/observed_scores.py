@@ -22,7 +22,7 @@ from workbench.models.hook_points import has_hooks
 from workbench.observing.interception.masks import CAUSAL, visible_keys
 from workbench.observing.interception.positions import Layout, Positions
 from workbench.observing.interception.tensor_layouts import get_at
-from workbench.observing.interception.weights import apply_module, matrix_and_bias
+from workbench.observing.interception.weights import apply_module, full_weight, matrix_and_bias
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.executions import MATRIX
 from workbench.observing.recognition.fits import EXACT, FrozenNorm, fit_norm
@@ -154,16 +154,11 @@ def table_of_positions(model: Observed, cache: Any) -> Tensor | None:
     if "hook_embed" not in cache.cache_dict:
         return None
     rest = (cache["blocks.0.hook_resid_pre"] - cache["hook_embed"])[0]
-    for module in model.foreign.modules():
-        is_table = isinstance(module, nn.Embedding) and module.embedding_dim == rest.shape[1]
-        for skipped in range(OFFSETS) if is_table else ():
-            weight: Any = module.weight
-            rows = weight.detach()[skipped : skipped + len(rest)]
-            if (
-                rows.shape == rest.shape
-                and torch.allclose(rows, rest, rtol=1e-4, atol=1e-5 * float(rest.abs().max()))
-                and bool(rest.any())
-            ):
+    for module in model.foreign.modules() if bool(rest.any()) else ():
+        if isinstance(module, nn.Embedding) and module.embedding_dim == rest.shape[1]:
+            table, most = full_weight(module), 1e-5 * float(rest.abs().max())
+            candidates = [table[skipped : skipped + len(rest)].to(rest) for skipped in range(OFFSETS)]
+            if any(x.shape == rest.shape and torch.allclose(x, rest, rtol=1e-4, atol=most) for x in candidates):
                 return rest
     return None
 
