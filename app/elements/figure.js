@@ -52,6 +52,7 @@ class Figure {
     this.root.setAttribute("aria-label", alt);
     this.least = layout.meta?.least ?? 0;
     const columns = abreast(layout);
+    if (layout.legend?.y < 0) Object.assign(layout.legend, BELOW); // its place in shares of the axes is another one at each height
     if (columns > 1 && this.root.clientWidth < this.least) {
       stacked(layout);
       this.least /= columns;
@@ -225,7 +226,6 @@ function stacked(layout) { // panels beside each other, where there is no room f
     if (column) axis.showticklabels = true;
   }
   for (const key of keys) layout[key].domain = [0, 1];
-  if (layout.legend?.y < 0) layout.legend.y *= tall / whole;
   layout.height += whole - tall;
 }
 
@@ -263,9 +263,10 @@ function under(data, layout) { // a legend beside a narrow figure takes its plac
   if (!names.length || layout.showlegend === false || layout.legend?.orientation === "h") return;
   const abreast = Math.max(1, Math.floor(layout.width / (60 + 7 * Math.max(...names.map((name) => name.length)))));
   const more = 12 + 22 * Math.ceil(names.length / abreast);
-  layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", xanchor: "left", y: 0, yref: "container", yanchor: "bottom" };
+  layout.legend = { ...layout.legend, ...BELOW };
   layout.height += more;
   layout.margin.b += more;
 }
 
+const BELOW = { orientation: "h", x: 0, xref: "container", xanchor: "left", y: 0, yref: "container", yanchor: "bottom" };
 const token = (name) => typeof name === "string" && TOKEN.test(name) ? Number(name.match(TOKEN)[1]) : null;

@@ -21,7 +21,7 @@ from workbench.plots.experiments import (
 )
 from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
 from workbench.plots.grids import Grid, grid_table, grids, unique
-from workbench.plots.page import CONFIG, alt_text, html, paper, paper_page, table
+from workbench.plots.page import CONFIG, alt_text, fitted_maps, html, paper, paper_page, table
 from workbench.plots.published import budget_figure, coefficients_by_layer
 from workbench.plots.records import FORMS, SPREADS, form_of, plot
 from workbench.plots.style import (
@@ -46,7 +46,7 @@ __all__ = [
     "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
     "alt_text", "attention_map_figure", "attention_pair", "beside", "budget_figure", "coefficients_by_layer",
     "coefficients_figure", "colour", "compared",
-    "concentration_figure", "difference", "dressed", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
+    "concentration_figure", "difference", "dressed", "fitted_maps", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
     "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "paper_page",
     "plot", "positions_of",
     "race_figure",

@@ -41,8 +41,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
     start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
     half = float(start.mean()) / 2
-    note = {"text": "half of the loss at the start", "xanchor": "left", "x": 0, "yanchor": "top"}
-    figure.add_hline(y=half, line={"color": GREY, "dash": "dot"}, annotation=note)
+    figure.add_hline(y=half, line={"color": GREY, "dash": "dot"})
     steps = formation_steps(frame).dropna(subset="formation_step")
     for architecture in ordered(steps["architecture"]):
         mine = steps[steps["architecture"] == architecture]
@@ -55,8 +54,8 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.update_xaxes(title_text="training step", type="log" if log_x else "linear")
     figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
-        rows, "sequences of random tokens, written twice", *sorted(legend.bands),
-        f"each point the mean of {width} steps" if width > 1 else "", "diamond: a seed crosses the line",
+        rows, "random tokens, written twice", *sorted(legend.bands),
+        f"each point the mean of {width} steps" if width > 1 else "", "dotted: half of the loss at the start", "diamond: a seed crosses it",
     )  # fmt: skip
     return dressed(figure, "Copy loss", under, 340)
 

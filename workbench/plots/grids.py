@@ -18,8 +18,8 @@ from workbench.plots.style import DIVERGING, MINUS, SEQUENTIAL, at_least, colour
 
 MARKED = "#d55e00"  # a frame around what is chosen
 CHOSEN = "chosen"  # its name, by which the dashboard scrolls there
-AROUND, CELL, ROW, SQUARE = 220, 26, 17, 300
-# pixels: around a map of words, width and height of a cell that has one, of a square map beside another
+AROUND, CELL, LETTER, ROW, SQUARE = 220, 26, 5, 17, 300
+# pixels: around a map of words, width of a cell that has one, of a letter in it, height of the cell, of a square map beside another
 MAX_TICKS, MAX_TEXTS, MAX_LETTERS, LINE, MAX_CELLS = 26, 32, 7, 120, 512 * 512
 # ticks of a panel, columns with texts, letters of a text and of a row of them, cells
 
@@ -108,7 +108,8 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
     if first.square and len(shown) > 1:
         return at_least(figure, SQUARE * len(shown))
     written = 0 if first.texts is None else len(first.columns)
-    return at_least(figure, AROUND + CELL * written) if 0 < written <= MAX_TEXTS else figure
+    wide_enough = max(CELL, LETTER * (_letters(first, abreast) + 1))
+    return at_least(figure, AROUND + wide_enough * written) if 0 < written <= MAX_TEXTS else figure
 
 
 def grid_table(parts: Sequence[tuple[str, Grid]], most: int = 100_000) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as markup
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from workbench.plots.grids import safe
 from workbench.plots.records import plot
 from workbench.plots.style import INK, LINE, narrow, plain, titled, untitled, wrapped
 
+COLOUR_BAR, AROUND_MAP = 70, 90  # pixels beside square maps, and around each row of them
 LETTERS = 125  # of a line of a subtitle in a figure of full width
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 MAX_ROWS = 500  # of a table in a page
@@ -178,6 +180,23 @@ def paper(figure: go.Figure, background: str = "white", caption: str = "", lette
         margin, height = drawn.layout.margin.t + room, drawn.layout.height + room
         drawn.update_layout(title_subtitle_text=under, height=height, margin_t=margin)
     return drawn
+
+
+def fitted_maps(figure: go.Figure, width: int) -> go.Figure:
+    """Shorten a picture of square maps to what they fill at `width` pixels, and thin ticks that would overlap."""
+    across, upright = list(figure.select_xaxes()), list(figure.select_yaxes())
+    if not upright or not all(axis.scaleanchor for axis in upright):
+        return figure
+    margin, room = figure.layout.margin, width - figure.layout.margin.l - figure.layout.margin.r - COLOUR_BAR
+    side = room * min((axis.domain or (0, 1))[1] - (axis.domain or (0, 1))[0] for axis in across)
+    rows = len({(axis.domain or (0, 1))[0] for axis in upright})
+    figure.layout.height = int(min(figure.layout.height, margin.t + margin.b + rows * (side + AROUND_MAP)))
+    for axis in (*across, *upright):
+        if axis.tickvals is not None:
+            step = math.ceil(len(axis.tickvals) * LINE / side)
+            axis.tickvals = axis.tickvals[::step]
+            axis.ticktext = None if axis.ticktext is None else axis.ticktext[::step]
+    return figure
 
 
 def paper_page(drawn: go.Figure) -> str:

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.models.registry import colour_of
-from workbench.plots.style import GREY, colour, dressed, label, ordered, pale, words, wrapped
+from workbench.plots.style import GREY, PANEL, at_least, colour, dressed, label, ordered, pale, words, wrapped
 
 TICKS = [digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)]
 DASHES = ("dash", "dot", "longdash")
@@ -101,4 +101,4 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
         "left: last logged step, mean and range over seeds; right: one published training, whose weights multiply the residual "
         "stream and the embedding"
     )
-    return dressed(figure, "Learned coefficients beside published ones", wrapped(under, 125), 300)
+    return at_least(dressed(figure, "Learned coefficients beside published ones", wrapped(under, 125), 300), 2 * PANEL)

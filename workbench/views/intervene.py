@@ -38,6 +38,7 @@ OVER: tuple[prompts.Over, ...] = ("layer", "layer x head")
 PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
 MAX_TOKENS, FEW_TOKENS = 14, 6  # next tokens that are drawn; beneath a map
 AXIS, EACH = 80, 18  # pixels: of the axis below, of a token's bars
+SMALL = 5e-4  # a probability that rounds to 0.0 %
 MAP = 240  # pixels of the patching map
 
 
@@ -177,11 +178,13 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
         names = plots.unique([safe(t) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
         minus = name == plots.MINUS  # a difference of probabilities is in percentage points
-        form, scale, unit = (
-            ("{:+.1f}", 100, f"probability, {plots.MINUS} (points)") if minus else ("{:.1%}", 1, "probability")
+        form, scale, unit, nothing = (
+            ("{:+.1f}", 100, f"probability, {plots.MINUS} (points)", "0")
+            if minus
+            else ("{:.1%}", 1, "probability", "<0.1%")
         )
         before, after = (
-            [form.format(scale * p).replace("-", "−") if minus or not 0 < p < 5e-4 else "<0.1%" for p in rows[when]]
+            [nothing if abs(p) < SMALL else form.format(scale * p).replace("-", "−") for p in rows[when]]
             for when in ("before", "after")
         )
         shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after

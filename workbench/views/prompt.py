@@ -291,6 +291,7 @@ def attribution(source: Source, link: Link) -> Drawing:
         figure, f"Logit attribution of {quoted(first.token)}{where}",
         f"what each part adds to {logit} after {quoted(tokens[at])}, token {at}; right: raises it; scale of the final norm fixed", 340,
     )  # fmt: skip
+    figure.update_layout(legend_traceorder="reversed")
     frames = [rows.assign(model=s.title, logit=r.logit, error=r.error) for s, r, rows in results]
     return Drawing(figure, pd.concat(frames, ignore_index=True), " ".join(sentences))
 
@@ -333,5 +334,4 @@ def _bars(parts: Sequence[tuple[str, str, pd.DataFrame]]) -> go.Figure:
             hovertemplate="%{y}: %{x:.3g} logits<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="logits")
-    figure.update_layout(legend_traceorder="reversed")
     return figure.update_yaxes(type="category")  # layers upwards, as in maps

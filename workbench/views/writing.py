@@ -109,6 +109,7 @@ def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: 
     figure = plots.paper(drawn, background, caption, letters=width // 8)
     if face:
         figure.update_layout(font_family=f"'{FONT}', sans-serif")
+    figure = plots.fitted_maps(figure, width)
     return save_figure(plots.paper_page(figure), out, width=width, height=int(figure.layout.height or 500), face=face)
 
 
