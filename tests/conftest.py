@@ -72,6 +72,9 @@ def pytest_collection():
     gc.disable()
     found = yield
     gc.freeze()
+    gc.set_threshold(
+        20_000, 10, 100
+    )  # a file's end collects; with Python's 700 a twelfth of the time goes into looking
     gc.enable()
     return found
 
@@ -104,11 +107,13 @@ def _forkserver():
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
 
 
-@pytest.fixture(autouse=True)
-def without_evidence(monkeypatch, tmp_path_factory):
+@pytest.fixture(autouse=True, scope="session")
+def without_evidence(tmp_path_factory):
     """An empty folder of runs is empty: what ships with the project is shown where a test asks for it."""
-    for name in ("EVIDENCE", "MODELS"):
-        monkeypatch.setattr(f"workbench.views.source.{name}", tmp_path_factory.getbasetemp() / "nothing-shipped")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("EVIDENCE", "MODELS"):
+            patch.setattr(f"workbench.views.source.{name}", tmp_path_factory.getbasetemp() / "nothing-shipped")
+        yield
 
 
 def pytest_generate_tests(metafunc):
@@ -314,8 +319,11 @@ def browse(monkeypatch, scanned_once, dashboard_settings):
     from streamlit.testing.v1 import AppTest
 
     from app import background
+    from workbench.claims.all_verdicts import judge_all
 
     monkeypatch.setattr(background, "POLL_S", 20.0)  # long work is waited for; pages that poll: test_background
+    # a process of its own: test_views_start, and every page in a browser
+    monkeypatch.setattr("app.cached_source.judge_apart", lambda folder, entries, progress: judge_all(entries, progress))
 
     def show(folder, name="start", **address):
         monkeypatch.setenv("WORKBENCH_RUNS", str(folder))

@@ -11,7 +11,6 @@ import pytest
 from app_pages import address, charts
 
 from app.widgets import number_columns
-from workbench.claims.all_verdicts import judge_all
 from workbench.errors import WorkbenchError
 from workbench.runs.records import load_records
 from workbench.views import Link, Source
@@ -37,7 +36,7 @@ def said(at):
 
 @pytest.mark.parametrize(
     ("kind", "show"),
-    [  # verdicts are judged by a process of its own
+    [  # all runs are judged on every claim
         pytest.param(kind, show, marks=pytest.mark.slow if show == "verdicts" else ())
         for kind, parts in SHOWN.items()
         for show in parts
@@ -132,9 +131,8 @@ def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, 
     assert "`make demo` continues it" in said(page(folder))
 
 
-def test_verdicts_are_drawn_with_the_runs_behind_them(page, populated, tmp_path, monkeypatch):
-    """Of the race alone, and judged in this process."""
-    monkeypatch.setattr("app.cached_source.judge_apart", lambda folder, entries, progress: judge_all(entries, progress))
+def test_verdicts_are_drawn_with_the_runs_behind_them(page, populated, tmp_path):
+    """Of the race alone."""
     for path in populated.glob("race-*"):
         dashboard.copied(path, tmp_path / path.name)
     at = page(tmp_path, show="verdicts", claim="value_paths_speed_up_induction")

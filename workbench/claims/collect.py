@@ -349,7 +349,7 @@ def stored(
     for begin in range(0, len(readable), AT_ONCE):
         part = readable[begin : begin + AT_ONCE]
         curves = written.rows(part, [name for name in TELEMETRY if name.endswith("_loss")])[0]
-        known = set(curves["run"])
+        known = set(curves["run"].unique())
         marks |= told_apart(curves, kept.rows([e for e in part if e.name not in known])[0])
     label, seed = dict(zip(table["run"], table["model"], strict=True)), seeds_of(table, marks)
 
@@ -380,6 +380,6 @@ def stored(
         table.assign(seed=table["run"].map(seed)),
         ByMetric(measured, runs_with(kept), records([])),
         ByMetric(logged, {m: runs for m, runs in runs_with(written).items() if m in TELEMETRY}, records([])),
-        ByMetric(documents, {"loss": set(losses["run"])}, records([], SAMPLE_COLUMNS)),
+        ByMetric(documents, {"loss": set(losses["run"].unique())}, records([], SAMPLE_COLUMNS)),
     )
     return evidence_of, problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -93,6 +93,8 @@ class Evidence:
     sweeps: pd.DataFrame | None = (
         None  # runs that may have chosen learning rates, also without a metric; default `runs`
     )
+    tuned_of: dict[Any, pd.DataFrame] = field(default_factory=dict, repr=False)
+    """Runs at tuned learning rates by the names of runs and sweeps; evidence of fewer runs shares it."""
 
     @property
     def models(self) -> list[str]:
@@ -239,13 +241,21 @@ class Evidence:
         self.compared.append(rows.assign(beside=~rows["model"].isin(names)))
         return self.of_runs(first)
 
-    @cached_property
+    @property
     def _tuned(self) -> pd.DataFrame:
         """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
+        key = self._names, None if self.sweeps is None else frozenset(self.sweeps["run"])
+        if key not in self.tuned_of:
+            self.tuned_of[key] = self._find_tuned()
+        return self.tuned_of[key]
+
+    def _find_tuned(self) -> pd.DataFrame:
         every, tuned = self.runs if self.sweeps is None else self.sweeps, list[pd.DataFrame]()
         if every["steps"].nunique(dropna=False) < 2 or every["lr"].nunique() < RATES:
             return self.runs.head(0)
         for _, alike in every.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
+            if alike["steps"].nunique(dropna=False) < 2 or alike["lr"].nunique() < RATES:
+                continue
             of_one_rate = alike.groupby(["steps", "model", "seed"], dropna=False)["lr"].transform("nunique") == 1
             for steps, sweep in alike.groupby("steps"):
                 by_model = sweep.dropna(subset="lr").groupby("model")["lr"].agg(set)
@@ -347,8 +357,10 @@ class Evidence:
 
     def curves(self) -> dict[str, pd.Series]:
         """Return the validation loss by run and step, averaged over domains."""
-        runs = self.written("validation_loss").groupby("run")
-        return {str(run): loss_curve(rows) for run, rows in runs}
+        means = self.written("validation_loss").groupby(["run", "step"])["value"].mean().astype(float)
+        steps = means.index.get_level_values("step").astype(int)
+        by_step = means.set_axis(pd.Index(steps, name="step"))
+        return {str(run): by_step.iloc[at] for run, at in means.groupby("run").indices.items()}
 
     def paired_curves(self, model: str, baseline: str) -> dict[Any, tuple[pd.Series, pd.Series]]:
         """Return the loss curves of a model and its baseline by seed; `name` is the run. Seeds without both are left out."""
@@ -382,14 +394,17 @@ class Evidence:
 
         Runs without a loss, or without checkpoints before and after it, are left out.
         """
-        curves, matched = self.curves(), []
+        curves, matched, layers = self.curves(), [], defaultdict[str, list[tuple[Any, pd.Series]]](list)
+        means = rows[rows["step"] > 0].groupby(["run", "layer", "step"])["value"].mean().reset_index()  # see `_at`
+        for (run, layer), part in means.groupby(["run", "layer"]):
+            layers[str(run)].append((layer, part.set_index("step")["value"]))
         for seed, mine in self.runs.groupby("seed"):
-            runs = [run for run in mine["run"] if run in curves]
+            runs = sorted(run for run in mine["run"] if run in curves)
             loss = common_loss([curves[run] for run in runs]) if runs else math.nan
-            here = rows[rows["run"].isin(runs)]
-            for (run, layer), part in here.groupby(["run", "layer"]):
-                value = self._at(part, str(run), curves[str(run)], loss)
-                matched.append({"run": run, "seed": seed, "layer": layer, "value": value})
+            for run in runs:
+                for layer, series in layers[run]:
+                    value = at_equal_loss(series, curves[run], loss)
+                    matched.append({"run": run, "seed": seed, "layer": layer, "value": value})
         return pd.DataFrame(matched, columns=["run", "seed", "layer", "value"]).dropna()
 
     @staticmethod
