@@ -53,7 +53,8 @@ def lower_loss(evidence: Evidence) -> Verdict:
     saved, reached = _reached(pair, model)
     reached += _course(pair, model) + beside_published(model, tokens_per_parameter(pair.runs))
     sentence = (
-        f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seeds{seeds_note(whole)}, lower in {better} of "
+        f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seed{'s' * (whole.n != 1)}{seeds_note(whole)}"
+        f", lower in {better} of "
         f"{len(domains)} domains{shared}{reached}{told}; {tuning}."
     )  # fmt: skip
     return judged(
@@ -290,7 +291,8 @@ def same_cost(evidence: Evidence) -> Verdict:
     equal = ratio == 1 and added <= (2 * pair.runs["n_layers"].max() if "learnable" in model else 0)
     sentence = (
         f"{model_name(model)}: {added:+.0f} parameters, {ratio:.3f} of the Transformer's cache, a step takes {slower.value:+.1%} "
-        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seeds{seeds_note(slower)}, by the telemetry of training (allowed: "
+        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seed{'s' * (slower.n != 1)}{seeds_note(slower)}"
+        f", by the telemetry of training (allowed: "
         f"{SLOWER:.0%})."
     )
     shown = {"change of the step time": slower}
