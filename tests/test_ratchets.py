@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_033  # lines of Python in workbench/ and app/
+TOTAL = 58_267  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_684,
+    "app": 3_729,
     "workbench": 1_252,
     "workbench/checkpoints": 4_210,
-    "workbench/claims": 3_848,
+    "workbench/claims": 3_877,
     "workbench/cli": 1_502,
     "workbench/data": 1_630,
     "workbench/interventions": 2_456,
@@ -31,9 +31,9 @@ LINES = {
     "workbench/measurement": 1_116,
     "workbench/metrics": 1_765,
     "workbench/models": 6_162,
-    "workbench/observing": 8_643,
-    "workbench/plots": 3_174,
-    "workbench/prompts": 3_174,
+    "workbench/observing": 8_684,
+    "workbench/plots": 3_215,
+    "workbench/prompts": 3_192,
     "workbench/reports": 1_507,
     "workbench/runs": 2_348,
     "workbench/sklearn": 630,
@@ -41,7 +41,7 @@ LINES = {
     "workbench/storage": 924,
     "workbench/studies": 879,
     "workbench/training": 1_761,
-    "workbench/views": 5_403,
+    "workbench/views": 5_463,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

@@ -107,7 +107,7 @@ def test_what_a_model_has_not_is_said_and_leaves_no_blank_map(source):
 
 def test_a_part_that_one_model_lacks_counts_as_nothing(source):
     drawing = drawn(source, "attribution", target=65, layer=1, head=0, compare=1, b="text-transformer-s0")
-    a, b, minus = drawing.figure.data
+    minus, b, a = drawing.figure.data
     assert list(a.y) == list(minus.y) == ["the first layer's values", "own values"]
     assert sum(minus.x) == pytest.approx(sum(a.x) - sum(b.x), abs=1e-5)
     assert f"the bars sum to {sum(a.x):.3g}" in drawing.sentence

@@ -390,7 +390,7 @@ def _demo(link: Link) -> None:
             "Does a value residual (ResFormer) change it? The band is the range over seeds."
         )
         show(start.concentration_by_layer, link)
-        _shipped_link(models)
+        _shipped_link(models, "importance_entropy")
     st.header("2. Attention sinks", anchor=False)
     st.fragment(_sinks, run_every=every)(link)
     st.fragment(_sink_heads)(link)
@@ -489,16 +489,23 @@ def _shipped_note(entries: Sequence[Entry], option: str) -> str:
     return f"Shipped study, {seeds} seeds; `workbench demo {option}` trains such models here. "
 
 
-def _shipped_link(entries: Sequence[Entry]) -> None:
-    """A link to the runs of a shipped study on Training; none where the folder has runs of the same experiment or name."""
+def _shipped_link(entries: Sequence[Entry], metric: str = "") -> None:
+    """Links to a shipped study on Training and Depth; none where the folder has runs of the same experiment or name."""
     names = {e.name for e in entries if e.shipped}
     runs = [e for e in cached_source().catalogue().entries if e.shipped and e.name in names]
     if runs:
         models = ",".join(dict.fromkeys(e.series for e in runs))
-        widgets.page_link(
-            "training", "Runs of this study", ":material/arrow_forward:", set=runs[0].group, models=models,
-            a=None, step=None, find=None, by=None,
-        )  # fmt: skip
+        where: dict[str, Any] = {
+            "set": runs[0].group,
+            "models": models,
+            "a": None,
+            "step": None,
+            "find": None,
+            "by": None,
+        }
+        widgets.page_link("training", "Runs of this study", ":material/arrow_forward:", **where)
+        if metric:
+            widgets.page_link("depth", "By layer, with paired differences", ":material/layers:", metric=metric, **where)
 
 
 def _sink_heads(link: Link) -> None:

@@ -63,7 +63,7 @@ def training_page(link: Link) -> None:
             link = _choices(link, quantities)
         if shown in ("loss", "inside", "pace"):
             with more, st.popover("More", icon=":material/tune:"):
-                link = _more(link)
+                link = choose_axes(link)
     runs = training.runs(source, link)
     live = any(e.being_written for e in runs)
 
@@ -139,7 +139,7 @@ def _choices(link: Link, quantities: set[str]) -> Link:
     return link
 
 
-def _more(link: Link) -> Link:
+def choose_axes(link: Link) -> Link:
     """The axes, smoothing and error bars of curves over training."""
     axes = {"step": "training steps"}
     if all(e.tokens for e in training.runs(cached_source(), link)):

@@ -246,10 +246,11 @@ class Evidence:
         """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
         key = self._names, None if self.sweeps is None else frozenset(self.sweeps["run"])
         if key not in self.tuned_of:
-            self.tuned_of[key] = self._find_tuned()
+            self.tuned_of[key] = self.find_tuned()
         return self.tuned_of[key]
 
-    def _find_tuned(self) -> pd.DataFrame:
+    def find_tuned(self) -> pd.DataFrame:
+        """Compute the same without the memory of earlier answers."""
         every, tuned = self.runs if self.sweeps is None else self.sweeps, list[pd.DataFrame]()
         if every["steps"].nunique(dropna=False) < 2 or every["lr"].nunique() < RATES:
             return self.runs.head(0)

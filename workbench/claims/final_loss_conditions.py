@@ -43,5 +43,7 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
     falls = {run: float(np.interp(0.9 * c.index[-1], c.index, c) - c.iloc[-1]) for run, c in curves.items()}
     by_model = pd.Series(falls, dtype=float).groupby(model).median()  # one too high rate of a sweep says nothing
     if len(by_model) and by_model.max() >= FALL:
-        return f"the loss still falls by {by_model.max():#.3g} nats over the last tenth of the steps, less than {FALL} is needed"
+        fall = f"{by_model.max():#.3g}"
+        fall = fall if float(fall) > FALL else f"{by_model.max():.6f}"  # a number that rounds to the limit
+        return f"the loss still falls by {fall} nats over the last tenth of the steps, less than {FALL} is needed"
     return ""

@@ -224,7 +224,7 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     sentence = (
         f"Step at which the strongest head's sink mass passes one half, median: {'; '.join(told)}. SVFormer minus Transformer "
         f"{first} steps{chances[0]}, counted from the step of learning to copy {after}{chances[1]}. If a run forms no sink, these are "
-        f"differences of means restricted to the {pair.runs['steps'].max()} steps of training, and p is that of a log-rank test."
+        f"differences of means within {pair.runs['steps'].max()} steps of training. p: log-rank test."
     )
     return judged(
         {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,

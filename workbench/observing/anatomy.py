@@ -159,7 +159,7 @@ class ObservedAnatomy(Anatomy):
         return norm
 
     def _heads(self, read: Reader, n: int, by: str, through: Tensor | None) -> list[tuple[str, Tensor]]:
-        """Return what a layer's heads, or their value paths, and W_O's bias add to the stream, or the products with a matrix."""
+        """Return what heads (or their value paths) and W_O's bias add to the stream, or the products with a matrix."""
         layer, norm = self.structure.layers[n], self._output_norm(n)
         w_o, bias = (x.to(read.wide) for x in output_map(self.foreign, layer))
         z, added = read(f"blocks.{n}.attn.hook_z"), read.cut(f"blocks.{n}.hook_attn_out")

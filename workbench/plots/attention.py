@@ -223,10 +223,6 @@ def attention_pair(
     return at_least(figure, MAP * len(maps)) if len(maps) > 1 else figure
 
 
-def _points(difference: float) -> str:
-    return f"{difference:+.1f}".replace("-", "−") if abs(difference) >= 0.05 else "0"
-
-
 def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
     """Draw the most probable next tokens of (name, architecture, tokens, probabilities) side by side; A - B has its scale."""
     alike = all(list(f[2]) == list(parts[0][2]) for f in parts)
@@ -236,11 +232,12 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
     )
     for i, (name, architecture, tokens, chances) in enumerate(parts):
         ticks = [f"{safe(t)}  " for t in tokens]
+        form, nothing = ("{:+.1f}", "0") if name == MINUS else ("{:.1f}%", "<0.1%")
         points = [100 * c for c in chances]  # a difference of probabilities is in percentage points
         figure.add_bar(
             x=points if name == MINUS else list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
             name=markup.escape(name), showlegend=False,
-            text=[_points(p) if name == MINUS else f"{p:.1f}%" if p >= 0.05 else "<0.1%" for p in points], textposition="outside",
+            text=[nothing if abs(p) < 0.05 else form.format(p).replace("-", "−") for p in points], textposition="outside",
             cliponaxis=False, row=1, col=i + 1,
         )  # fmt: skip
         figure.update_yaxes(

@@ -183,7 +183,7 @@ def paper(figure: go.Figure, background: str = "white", caption: str = "", lette
 
 
 def fitted_maps(figure: go.Figure, width: int) -> go.Figure:
-    """Shorten a picture of square maps to what they fill at `width` pixels, and thin ticks that would overlap."""
+    """Shorten a picture of square maps to their height at `width` pixels, and thin out ticks that overlap."""
     across, upright = list(figure.select_xaxes()), list(figure.select_yaxes())
     if not upright or not all(axis.scaleanchor for axis in upright):
         return figure

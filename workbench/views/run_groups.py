@@ -13,6 +13,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots.grids import safe
 from workbench.plots.style import GREY, dressed, wrapped
+from workbench.runs.catalogue import differing_settings
 from workbench.runs.run import Run
 from workbench.statistics.intervals import confidence, group_intervals
 from workbench.views.base import Drawing, view
@@ -41,6 +42,11 @@ def runs_table(source: Source) -> pd.DataFrame:
         rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.numbers_only)}
         return losses, rates
 
+    groups = {e.group: source.catalogue().groups[e.group] for e in entries}
+    titles = {group: runs[0].title for group, runs in groups.items()}
+    if len(set(titles.values())) < len(titles):  # some differ in other settings
+        apart = source.keep(("apart", *((e.path, e.stamp) for e in entries)), lambda: differing_settings(groups))
+        titles = {group: ", ".join(filter(None, (title, apart[group]))) for group, title in titles.items()}
     losses, rates = source.keep(("losses and rates", *((e.path, e.stamp) for e in entries)), read)
     for e in entries:
         if e.being_written:
@@ -59,7 +65,7 @@ def runs_table(source: Source) -> pd.DataFrame:
         rows.append((
             e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,
             len(seeds[e.group, e.series]), state,
-            step, len(e.steps), len(e.measured), e.title, e.group,
+            step, len(e.steps), len(e.measured), titles[e.group], e.group,
         ))  # fmt: skip
     return pd.DataFrame(rows, columns=columns).astype({"trained to step": "Int64"})
 

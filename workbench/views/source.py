@@ -465,7 +465,7 @@ def measure_metrics(
 
 
 def prompt_notes(entry: Entry, text: str) -> list[str]:
-    """Describe how a prompt differs from the typed text and, as far as it is known, from the training sequences."""
+    """Describe how a prompt differs from the typed text and from the training sequences."""
     notes = []
     if entry.kind in LETTERS and any(c.isspace() for c in text.strip()):
         notes.append("This model has no space among its symbols: spaces and line ends are left out.")

@@ -151,7 +151,7 @@ def verdicts_key(source: Source, link: Link) -> tuple[Any, ...]:
 
 
 def _judged_runs(source: Source, link: Link) -> Sequence[Entry]:
-    """All runs of the folder; with `alone=1` those of one experiment, with `shipped=1` those of the shipped studies."""
+    """All runs of the folder, of one experiment (`alone=1`), or of the shipped studies (`shipped=1`)."""
     if link.on("alone"):
         return source.group(link)
     runs = source.shipped() if link.on("shipped") else source.catalogue()
@@ -167,7 +167,7 @@ def _finished(source: Source, link: Link) -> list[Entry]:
 
 def judgements(source: Source, link: Link) -> tuple[Judgement, ...]:
     """Return the judgement of every claim from the records of the finished runs; nothing is measured."""
-    verdicts: Verdicts = source.keep(verdicts_key(source, link), lambda: _load_or_judge(source, link))
+    verdicts: Verdicts = source.keep(verdicts_key(source, link), lambda: load_or_judge(source, link))
     source.problems.update(verdicts.problems)
     return _judgements_of(verdicts)
 
@@ -191,7 +191,7 @@ def _judgements_of(verdicts: Verdicts) -> tuple[Judgement, ...]:
     )
 
 
-def _load_or_judge(source: Source, link: Link) -> Verdicts:
+def load_or_judge(source: Source, link: Link) -> Verdicts:
     """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
     entries, of_user = _finished(source, link), source.own() and not link.on("shipped")
     folder = Path((source.catalogue() if of_user else source.shipped()).folder)

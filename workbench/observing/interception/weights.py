@@ -92,7 +92,7 @@ def apply_module(module: nn.Module, rows: Tensor) -> Tensor:
 def matrix_and_bias(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the matrix [in, out] and the bias [out] of a module that maps rows [row, in] affinely.
 
-    Those of a plain linear layer are its weights. Any other module, as one with an adapter or a hook, maps the unit rows.
+    A plain linear layer holds both. Any other module maps the unit rows, such as one with an adapter or a hook.
     """
     zero = apply_module(module, torch.zeros_like(like[:1]))
     weight: Any = getattr(module, "weight", None)
