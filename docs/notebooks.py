@@ -64,6 +64,7 @@ def _drawn(figure: Any) -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         text = picture(figure, Path(folder) / "figure.svg").read_text(encoding="utf-8")
+    text = re.sub(r"<style>@font-face.*?</style>", "", text, flags=re.DOTALL)  # the font is larger than all outputs
     size = re.search(r' width="(\d+)" height="(\d+)"', text)
     assert size, "the size of the drawing"
     return text.replace(size[0], f' width="{WIDTH}" height="{int(size[2]) * WIDTH // int(size[1])}"', 1)

@@ -236,7 +236,7 @@ def test_its_pages_draw_what_ships(installed):
     )
     *titles, wrong, captions = json.loads(said(installed, "-c", code).splitlines()[-1])
     assert (titles, wrong) == (["Start", "Depth"], [])
-    assert any("64 documents" in caption for caption in captions), "what a figure of the shipped models is drawn of"
+    assert any("n = 64" in caption for caption in captions), "what a figure of the shipped models is drawn of"
 
 
 def test_its_dashboard_answers_to_this_machine_alone(installed, tmp_path):
