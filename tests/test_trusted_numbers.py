@@ -161,6 +161,10 @@ def test_a_picture_names_model_step_prompt_and_recipe(source):
     words = caption_of(source, Link("attention", {"a": "text-resformer-s0", "step": "8", "prompt": "return  values"}))
     assert words.startswith("ResFormer · s0, step 8; prompt “return values”; text (prose): 2 layers of width 16")
     assert words.endswith("rate 0.001")
+    pair = {"compare": "1", "a": "text-resformer-s0", "step": "8", "b": "text-transformer-s0", "step_b": "8"}
+    assert caption_of(source, Link("depth", pair)).startswith(
+        "A: ResFormer · s0, step 8; B: Transformer · s0, step 8; "
+    )
 
 
 def test_prompts_of_symbols_say_what_is_left_out(source):

@@ -63,7 +63,7 @@ INTRODUCTION = (
     "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) mixes the values of the "
     "first layer, which are made from the tokens alone, into the values of every later layer; these pages show what that changes."
 )
-NEW = dict.fromkeys(("set", "a", "b", "step", "step_b", "compare", "find", "models", "by", "claim", "alone"))
+NEW = dict.fromkeys(("set", "a", "b", "step", "step_b", "compare", "find", "models", "by", "claim", "alone", "shipped"))
 """What the first card leaves behind: it shows the default experiment."""
 CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", NEW | {"show": "finding"}),

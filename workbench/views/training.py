@@ -97,12 +97,8 @@ def _curves(
         parts = [*(p[p["run"] == s.entry.name] for p, s in zip(parts, own, strict=True)), minus]
         sentence = _paired(minus, own)
     elif parts[0]["run"].nunique() == 1:
-        seed = plots.DETAIL + "s" + parts[0]["seed"].astype("Int64").astype(str)
-        parts = [
-            parts[0].assign(
-                architecture=parts[0]["architecture"].astype(str) + seed.where(parts[0]["seed"].notna(), "")
-            )
-        ]
+        only, seed = parts[0], plots.DETAIL + "s" + parts[0]["seed"].astype("Int64").astype(str)
+        parts = [only.assign(architecture=only["architecture"].astype(str) + seed.where(only["seed"].notna(), ""))]
     figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log, spread=spread)
     if axis == "tokens":
         drawn.on_tokens(figure, log)

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.catalogue import Entry
@@ -89,9 +89,12 @@ def caption_of(source: Source, link: Link) -> str:
         words, entries = [s.title for s in subjects], [s.entry for s in subjects]
         words.append(f"prompt “{short(' '.join(source.prompt(link).split()), PROMPT)}”")
     elif link.on("compare") and link.page != "start":
-        named = {tag: link.text(tag.lower()) for tag in ("A", "B")}
-        entries = [source.catalogue().entry(name) for name in named.values() if name]  # they may have no checkpoints
-        words = [f"{tag}: {run_name(source.catalogue().entry(name))}" for tag, name in named.items() if name]
+        try:
+            subjects = source.subjects(link)
+            words, entries = [s.title for s in subjects], [s.entry for s in subjects]
+        except BadData:  # runs without checkpoints have no step
+            named = {tag: source.catalogue().entry(name) for tag in "AB" if (name := link.text(tag.lower()))}
+            words, entries = [f"{tag}: {run_name(e)}" for tag, e in named.items()], list(named.values())
     if not entries and link.text("set") is None:
         return ""
     entries = entries or source.group(link)[:1]
