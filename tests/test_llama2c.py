@@ -92,6 +92,7 @@ def test_the_published_model_writes_the_published_story():
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park"
     )
     assert model.tokenizer.encode(text) == ids[1:]
+    assert model.to_tokens(text).tolist() == [ids]  # a text begins with <s>, as in run.c
     assert (model.tokenizer.bos_id, model.tokenizer.eos_id) == (1, 2)
 
 
@@ -150,7 +151,7 @@ def test_an_import_takes_the_tokenizer_along(tmp_path):
     run = import_run(tmp_path / "model.bin", tmp_path / "runs", name="mine")
     original, model = workbench.load(tmp_path / "model.bin"), run.load()
     assert model.tokenizer.encode("the cat") == original.tokenizer.encode("the cat")
-    assert model.tokenizer.bos_id == 1
+    assert run.start_token == model.start_token == model.tokenizer.bos_id == 1
     assert torch.equal(model("the cat"), original("the cat"))
     assert run.info["imported"]["format"] == "llama2.c"
 

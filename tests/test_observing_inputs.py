@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
+from workbench.measurement.subjects import Subject, sample_of
+from workbench.prompts.prompt import tokenise
+from workbench.runs.importing import import_run
 
 TEXT = "The cat sat on the mat and looked at the moon."
 
@@ -56,15 +61,16 @@ def test_a_tokenizer_of_transformers_is_used_in_full_and_left_as_it_was(llama, b
     before = given(TEXT).input_ids
     observed = see(llama, TEXT, tokenizer=given)
     ids = observed.to_tokens(TEXT)
-    assert observed.tokenizer.decode(ids[0]) == TEXT
-    assert observed.to_str_tokens("The cat sat")[1].startswith("·")
+    assert ids.tolist() == [before]  # with the start token, where its template puts one
+    bare = observed.to_tokens(TEXT, prepend_bos=False)
+    assert observed.tokenizer.decode(bare[0]) == TEXT and bare.shape[1] == len(before) - bos
+    assert observed.to_str_tokens("The cat sat")[1 + bos].startswith("·")
     assert observed.tokenizer.vocab_size == len(given)
     assert observed.tokenizer.eos_id == given.eos_token_id
     with torch.no_grad():
         assert torch.equal(observed(TEXT), llama(ids).logits)
     if bos:
-        assert torch.equal(observed.to_tokens(TEXT, prepend_bos=True)[:, 1:], ids)
-        assert observed.to_tokens(TEXT, prepend_bos=True)[0, 0] == given.bos_token_id
+        assert torch.equal(observed.to_tokens(TEXT, prepend_bos=True), ids)
     else:
         with pytest.raises(BadData, match="names no token that begins a document"):
             observed.to_tokens(TEXT, prepend_bos=True)
@@ -149,3 +155,23 @@ def test_models_that_differ_in_their_call_have_rows_of_their_own(llama):
     shifted = see(module, ids, call=lambda m, x: m((x + 1) % 50))
     records = workbench.measure([plain, shifted, plain], metrics="sink_mass", data=ids)
     assert len(set(records["run"])) == 2
+
+
+@pytest.mark.parametrize("template", [False, True])
+def test_a_text_begins_with_a_start_token_where_the_checkpoints_tokenizer_puts_one(llama, tmp_path, template):
+    """As in transformers, where the template of `tokenizer.json` decides, and not `add_bos_token` of the settings."""
+    tokenizer = byte_level()
+    if not template:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    llama.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": not template}))
+    expected = AutoTokenizer.from_pretrained(tmp_path)("The cat sat").input_ids
+    model = workbench.load(tmp_path)
+    run = import_run(tmp_path, tmp_path / "runs", name="mine")
+    assert (expected[0] == 0) == template
+    for each in (model, run.load()):
+        assert each.to_tokens("The cat sat").tolist() == [expected]
+        assert tokenise(each, "The cat sat").ids.tolist() == [expected]
+    assert sample_of("The cat sat", Subject(run), 1, None, 0).ids.tolist() == [expected]

@@ -20,6 +20,7 @@ from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of
 from workbench.views.base import timelapse, views_of
 from workbench.views.depth import layers
+from workbench.views.differences import moved_measures
 from workbench.views.writing import write
 
 
@@ -140,6 +141,18 @@ def test_a_link_to_a_model_that_ships_is_drawn_beside_runs_of_ones_own(ask):
     assert source_of(Link("depth", {"a": "text-resformer-s0"}), ask.folder).folder == ask.folder
     with pytest.raises(UnknownName, match="run 'nobody'"):
         source_of(nobody := Link("depth", {"a": "nobody"}), ask.folder).subjects(nobody)
+
+
+def test_measures_that_moved_are_a_minus_b_as_on_every_page(ask):
+    link = Link.parse("differences?a=models-resformer-s0&compare=1&b=models-transformer-s0")
+    drawing = moved_measures(source_of(link, ask.folder), link)
+    table = drawing.table
+    assert np.allclose(table["difference"], table["a"] - table["b"])
+    loss = table[table["metric"] == "loss"].iloc[0]
+    resformer = load_records([SHIPPED / "models" / "models-resformer-s0"])
+    mean = resformer.query("metric == 'loss' and step == step.max()")["value"].mean()
+    assert loss["a"] == pytest.approx(mean)
+    assert drawing.figure.layout.xaxis.title.text == "(A − B) / half its interval"
 
 
 def test_a_difference_is_taken_axis_by_axis_with_the_error_of_a_difference():

@@ -118,7 +118,7 @@ def test_a_part_that_one_model_lacks_counts_as_nothing(source):
     [
         ("lens", {"prompt": " "}, BadData, "empty"),
         ("values", {"site": "soul"}, UnknownName, "site"),
-        ("lens", {"prompt": "x" * 5000}, BadData, "tokens long"),
+        ("lens", {"prompt": "x" * 5000}, BadData, "exceed the model's context"),
         ("attribution", {"target": 100000}, BadData, "leaves the vocabulary"),
         ("lens", {"stored": "../../etc/passwd"}, BadData, "not stored"),
     ],

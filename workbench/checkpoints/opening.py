@@ -74,10 +74,9 @@ def load(
     folder, form = run or checkpoint.path, formats().get(model.source.get("format", ""))
     if folder.is_dir():
         model.tokenizer = tokenizer_beside(folder, model.config.d_vocab)
-        if run is not None:
-            model.start_token = start_token_of(checkpoint.description, model.tokenizer)
     elif form and form.tokenizer:
         model.tokenizer = form.tokenizer(folder, model.config.d_vocab)
+    model.start_token = start_token_of({} if run is None else checkpoint.description, model.tokenizer)
     return model
 
 

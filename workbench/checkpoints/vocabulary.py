@@ -37,9 +37,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def start_token_of(description: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """Return the id that begins every text of a run's model, if every sequence of its training began with one, else None."""
+    """Return the id that begins every text of a model, None without one.
+
+    Texts begin with it if every sequence of the run's training did, or if the tokenizer of another library puts it there.
+    """
     data = description.get("data") or {}
-    return tokenizer.bos_id if (data.get("kind"), data.get("bos")) == ("text", "each") else None
+    if (data.get("kind"), data.get("bos")) == ("text", "each"):
+        return int(tokenizer.bos_id)
+    return getattr(tokenizer, "start_token", None)
 
 
 def tokenizer_beside(folder: Path, d_vocab: int) -> Tokenizer | None:

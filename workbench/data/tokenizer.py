@@ -274,6 +274,12 @@ class ForeignTokenizer(Tokenizer):
     def bos_id(self) -> int:
         return self._special(self._begin, "begin")
 
+    @cached_property
+    def start_token(self) -> int | None:
+        """The id that this tokenizer's template puts before every text, None without one."""
+        full, bare = (self._backend.encode("a", add_special_tokens=each).ids for each in (True, False))
+        return int(full[0]) if len(full) > len(bare) and full[1 : 1 + len(bare)] == bare else None
+
     def _special(self, number: int | None, what: str) -> int:
         if number is None:
             raise BadData(f"this tokenizer names no token that {what}s a document; work without one")
@@ -291,7 +297,7 @@ class ForeignTokenizer(Tokenizer):
 def as_tokenizer(given: Any, d_vocab: int) -> Any:
     """Return a tokenizer with our interface, from the `tokenizers` library or a fast tokenizer of transformers.
 
-    None and tokenizers of ours are returned unchanged, others are copied. Text is encoded without special tokens. Raises `BadData` for
+    None and tokenizers of ours are returned unchanged, others are copied. `encode` adds no special tokens. Raises `BadData` for
     a tokenizer of another kind, one that encodes otherwise than its copy, or one with ids beyond the vocabulary of `d_vocab`.
     """
     ours = ("encode", "decode", "token_strings", "vocab_size")

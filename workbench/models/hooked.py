@@ -88,7 +88,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     ln_final: Any
     blocks: Any
     caches = False  # whether `logits` takes a key-value cache
-    start_token: int | None = None  # the id that begins every text, where training began every sequence with it
+    start_token: int | None = None  # the id that begins every text
     reads_masks = False  # whether `logits` takes a mask of the tokens [batch, pos] as its third argument
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
@@ -391,15 +391,16 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
         """Return token ids [batch, pos] on the model's device from text, texts of equal length in tokens, or ids.
 
-        By default a start token is prepended to a text where every sequence of the model's training began with one.
+        By default a text begins with a start token where every sequence of the model's training did, or where the tokenizer of another
+        library puts one.
         """
         ids = text
         if generation.is_text(text):
             if self.tokenizer is None:
                 raise BadData("this model came without a tokenizer: give token ids instead of text")
             rows = [self.tokenizer.encode(t) for t in ([text] if isinstance(text, str) else text)]
-            if self.start_token is not None if prepend_bos is None else prepend_bos:
-                rows = [[self.tokenizer.bos_id, *row] for row in rows]
+            start = self.start_token if prepend_bos is None else self.tokenizer.bos_id if prepend_bos else None
+            rows = rows if start is None else [[start, *row] for row in rows]
             if len(lengths := sorted({len(row) for row in rows})) > 1:
                 raise BadData(f"texts of unequal length {lengths} in tokens: run them one by one")
             ids = torch.tensor(rows, dtype=torch.long)

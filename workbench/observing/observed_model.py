@@ -105,7 +105,8 @@ class Observed(HookedModel):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self.__dict__["_tokenizer"] = as_tokenizer(tokenizer, self.config.d_vocab)
+        self.__dict__["_tokenizer"] = given = as_tokenizer(tokenizer, self.config.d_vocab)
+        self.start_token = getattr(given, "start_token", None)
 
     def _embedding(self) -> Any:
         """Return the embedding, or an object with some weight of the module, or with the offloaded weight."""

@@ -104,7 +104,7 @@ def tokenise(model: HookedModel, text: str | None, *, letters: int = 0) -> Promp
             raise BadData(f"{beyond[0][:20]} is no id of this model, whose ids are 0 to {d_vocab - 1}")
         ids = [int(word) for word in words]
     else:
-        ids = [*([] if model.start_token is None else [model.start_token]), *model.tokenizer.encode(text)]
+        ids = model.to_tokens(text)[0].tolist()
     if not 2 <= len(ids) <= model.config.n_ctx:
         raise BadData(
             f"the prompt is {len(ids)} token{'s' if len(ids) != 1 else ''} long; this model reads 2 to"

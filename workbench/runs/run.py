@@ -214,7 +214,7 @@ class Run:
 
     @property
     def start_token(self) -> int | None:
-        """The id that begins every text, where every sequence of the training began with one, else None."""
+        """The id that begins every text, None without one; see `start_token_of`."""
         from workbench.checkpoints.vocabulary import start_token_of
 
         return start_token_of(self.info, self.tokenizer)

@@ -125,18 +125,18 @@ def moved_weights(source: Source, link: Link) -> Drawing:
 
 @view("differences", "measures")
 def moved_measures(source: Source, link: Link) -> Drawing:
-    """Stored measures of B minus A over shared seeds, or documents; beyond ±1 the difference exceeds their noise."""
+    """Stored measures of A minus B over shared seeds, or documents; beyond ±1 the difference exceeds their noise."""
     sides = []
     for subject in both_models(source, link):
         entry = subject.entry
         alike = [e for e in source.catalogue().entries if (e.group, e.series) == (entry.group, entry.series)]
         sides.append(stored_rows(alike, subject.step, source.cache.records, source.cache.telemetry))
     documents = [stored_documents(s.entry, s.step) for s in both_models(source, link)]
-    table, sentence = measure_differences(sides[0], sides[1], documents)
+    table, sentence = measure_differences(sides[1], sides[0], documents[::-1])  # of `workbench diff B A`
     if table.empty or "low" not in table:
         raise WorkbenchError(sentence)
     a, b = (run_name(s.entry) for s in both_models(source, link))
-    table = table.assign(relative=table["difference"] / ((table["high"] - table["low"]) / 2))
+    table = table.rename(columns={"a": "b", "b": "a"}).assign(relative=table["difference"] / ((table["high"] - table["low"]) / 2))
     shown = table[np.isfinite(table["relative"])].sort_values("relative")
     if shown.empty:
         raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
@@ -161,8 +161,8 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     ))  # fmt: skip
     for x in (-1, 0, 1):
         figure.add_vline(x=x, line={"color": GREY, "dash": "dot" if x else "solid", "width": 1})
-    figure.update_xaxes(title_text="(B − A) / half its interval")
+    figure.update_xaxes(title_text="(A − B) / half its interval")
     seeds = int(shown["seeds"].max())
     noise = f"{seeds} seeds" if seeds >= MIN_SEEDS else "over documents of 1 seed"
-    under = f"B: {b}; A: {a}; {noise}; interval: {confidence()}, Holm-adjusted; hollow: not significant"
+    under = f"A: {a}; B: {b}; {noise}; interval: {confidence()}, Holm-adjusted; hollow: not significant"
     return Drawing(dressed(figure, "Measures that moved", under, 120 + ROW * len(shown)), table, sentence)

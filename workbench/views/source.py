@@ -475,7 +475,8 @@ def prompt_notes(entry: Entry, text: str) -> list[str]:
             f"Every training sequence begins with the start symbol {ALPHABET[0]}; this prompt does not, so sinks differ."
         )
     settings = Path(entry.path) / TOKENIZER_SETTINGS
-    if entry.imported and settings.exists() and (start := read_json(settings).get("bos_token")):
+    start = read_json(settings).get("bos_token") if entry.imported and settings.exists() else None
+    if start and Run.open(entry.path).start_token is None:
         notes.append(
             f"The tokenizer of this model names a start token, {start['content'] if isinstance(start, dict) else start}, and texts are "
             "read without it. If training put it before every sequence, the sink and all shares of the first token differ; in Python: "

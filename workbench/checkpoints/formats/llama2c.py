@@ -174,6 +174,7 @@ def read_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer:
     parts = tokenizers.decoders
     backend.decoder = parts.Sequence([parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     return ForeignTokenizer(backend, BOS, EOS)
 
 
