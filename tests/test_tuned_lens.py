@@ -39,7 +39,7 @@ def test_normal_equations_give_numpys_least_squares():
     np.testing.assert_allclose(maps[0].T, expected[:3], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(shifts[0], expected[3], rtol=1e-5, atol=1e-5)
     assert torch.equal(maps[1], torch.eye(3))
-    assert not shifts[1].any()
+    assert shifts[1].abs().max() < 1e-15  # to rounding, which differs between processors
     assert (moments.solve(1e9)[0][0] - torch.eye(3)).abs().max() < 1e-6, "a strong ridge is the logit lens"
 
 
