@@ -1,5 +1,7 @@
 """Claims of concentration, sinks and smoothing: verdicts on planted tables whose right answer is known."""
 
+import math
+
 import numpy as np
 import pytest
 from planted import ABOVE_THE_END, LAST, evidence, formed, judged, losses, per_layer, row, run, runs, sinks, with_sinks
@@ -126,10 +128,10 @@ def test_what_is_measured_of_one_model_alone_decides_nothing(metric):
 @pytest.mark.parametrize(
     ("sink", "copied", "status", "said"),
     [
-        (200, 60, "supported", "SVFormer 195 (5 of 5 seeds formed one)"),
-        (200, 170, "unresolved", "learning to copy -10"),  # no later once it copies: its learning is what is late
-        (40, 20, "refuted", "SVFormer 35 (5 of 5"),
-        (9_999, 60, "unresolved", "SVFormer none by step 300 (0 of 5 seeds formed one)"),  # prevention is another claim
+        (200, 60, "supported", "SVFormer 195 (passed in 5 of 5 seeds)"),
+        (200, 170, "unresolved", "learning to copy: -10"),  # no later once it copies: its learning is what is late
+        (40, 20, "refuted", "SVFormer 35 (passed in 5 of 5"),
+        (9_999, 60, "unresolved", "SVFormer none by step 300 (passed in 0 of 5 seeds)"),  # prevention is another claim
     ],
 )
 def test_sharing_values_delays_the_sink(sink, copied, status, said):
@@ -144,9 +146,25 @@ def test_sharing_values_delays_the_sink(sink, copied, status, said):
     found = judged("sharing_values_delays_the_sink", made, rows, told)
     assert found.status == status, found.sentence
     assert said in found.sentence
-    assert (found.table["unit"] == "steps").all()
+    censored = sink > 300
+    assert (found.table["unit"] == ("restricted mean steps" if censored else "steps")).all()
+    assert ("difference of restricted mean steps: " in found.sentence) == censored
+    assert ("a log-rank test decides" in found.sentence) == censored
     assert len(found.table) == 3, "what others do is shown beside it"
     assert set(found.runs) == {of["run"] for of in made}, "their runs are listed too"
+
+
+def test_a_sink_that_is_gone_at_the_end_is_counted_and_few_seeds_decide_nothing():
+    made = runs("transformer", "svformer", "gated_attention", seeds=3, task="backcopy")
+    rows, told = formed(made, lambda of: 9_999 if of["model"] == "gated_attention" else 100, lambda of: 60)
+    one = {of["run"] for of in made if (of["model"], of["seed"]) == ("gated_attention", 1)}
+    rows = [r | {"value": 0.9} if r["run"] in one and r["step"] == 200 else r for r in rows]
+    found = judged("sharing_values_delays_the_sink", made, rows, told)
+    assert (
+        "gated attention no median by step 300 (passed in 1 of 3 seeds, 1 below it again at the end)" in found.sentence
+    )
+    assert "3 seeds: a verdict needs 5, and this p decides nothing." in found.sentence
+    assert math.isnan(found.p)
 
 
 @pytest.mark.parametrize(

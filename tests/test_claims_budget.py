@@ -5,18 +5,20 @@ import math
 import pytest
 from planted import evidence, from_losses, judged, losses, per_layer, run, runs, with_losses
 
+CLEAR = "the comparisons have the claimed sign"
 LEVELS = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}
 
 
 @pytest.mark.parametrize(
     ("facts", "status", "words"),
     [
-        ({"tokens": 3.6e5}, "gated", "not tested: 0.9 training tokens per parameter, 10 are needed"),
-        ({"warmup": 30}, "gated", "not tested: 30 warm-up steps, 100 are needed"),
+        ({"tokens": 3.6e5}, "gated", f"not tested: {CLEAR} after 0.9 training tokens per parameter, 10 are needed"),
+        ({"warmup": 30}, "gated", f"not tested: {CLEAR} after 20.0 training tokens per parameter, but there are 30 warm-up steps, "
+         "100 are needed"),
         ({"tokens": 4.8e6}, "supported", "supported at this one learning rate at 12.0 tokens per parameter"),
         ({}, "supported", "supported at this one learning rate"),
     ],
-)
+)  # fmt: skip
 def test_losses_are_tested_from_ten_tokens_per_parameter_and_a_long_warm_up_on(facts, status, words):
     found = from_losses("lower_loss", LEVELS, **facts)
     assert (found.status, found.words) == (status, words)
@@ -38,7 +40,11 @@ def test_a_loss_that_still_falls_is_not_tested():
     steep = [r | {"value": r["value"] + 0.3 * (r["step"] == 200)} for r in told]
     found = judged("lower_loss", made, (), steep)
     assert found.status == "gated"
-    assert "still falls by 0.108 nats over the last tenth" in found.words
+    assert (
+        "per parameter, but training has not converged (the loss still falls by 0.108 nats over the last tenth"
+        in found.words
+    )
+    assert found.sentence.startswith("These numbers are preliminary. ")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,10 @@ def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_see
     short, told = with_losses(LEVELS, seeds=5, tokens=4e5)
     long, more = with_losses({name: level - 1 for name, level in LEVELS.items()}, seeds=2, tokens=2e6, steps=600)
     found = judged("lower_loss", [*short, *long], (), [*told, *more])
-    assert found.words == "not tested: 5.0 training tokens per parameter, 10 are needed"
+    assert (
+        found.words
+        == "not tested: the comparisons are not all clear after 5.0 training tokens per parameter, 10 are needed"
+    )
     assert found.setting.startswith("2 seeds")
 
 
@@ -164,6 +173,8 @@ def test_a_setting_without_the_control_never_leads_one_with_it_and_an_untested_o
     assert [s.name.partition(",")[0] for s in found.settings] == ["300 steps", "1500 steps"]
     assert found.untested == 1
     assert found.details.endswith("1 more setting was not tested.")
+    early = "Other settings that were not tested: -0.03 nats at 1 tokens per parameter. Below 10, differences are of early training."
+    assert early in found.sentence
 
 
 def test_more_parameters_leave_a_lower_loss_open():

@@ -139,7 +139,14 @@ def test_tokens_inside_one_decaying_schedule_are_no_shorter_trainings():
 
 @pytest.mark.parametrize(
     ("slower", "cache", "status"),
-    [(1.01, 1.0, "supported"), (1.2, 1.0, "refuted"), (1.0, 1.5, "refuted"), ([1.0, 1.3, 0.8], 1.0, "unresolved")],
+    [
+        (1.01, 1.0, "supported"),
+        (1.2, 1.0, "refuted"),
+        (1.0, 1.5, "refuted"),
+        ([1.0, 1.3, 0.9], 1.0, "unresolved"),
+        ([1.0, 3.9, 0.8], 1.0, "gated"),
+        ([1.0, 3.9, 0.8], 1.5, "refuted"),
+    ],
 )
 def test_same_cost(slower, cache, status):
     made = runs("transformer", "resformer")
@@ -150,7 +157,11 @@ def test_same_cost(slower, cache, status):
         for of in made
         for i in range(3)
     ]
-    assert judged("same_cost", made, rows, pace).status == status
+    found = judged("same_cost", made, rows, pace)
+    assert found.status == status
+    unsteady = "not stated: step times of one model differ by a factor of 4.9 between seeds"
+    assert (unsteady in found.sentence) == (isinstance(slower, list) and max(slower) > 3)
+    assert ("a step takes" in found.sentence) != (unsteady in found.sentence)
 
 
 @pytest.mark.parametrize(("neutreno", "denseformer", "status"), [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted")])

@@ -318,7 +318,8 @@ def test_a_step_that_most_runs_never_reach_has_no_median():
     assert (median_step(steps), formed_in(steps), median_in_words(steps)) == (30, "3 of 5", "30")
     assert steps["at"].tolist() == [10, 30, 100, 20, 100]
     few = steps[steps.index > 1]
-    assert (median_step(few), median_in_words(few)) == (math.inf, "none by step 100")
+    assert (median_step(few), median_in_words(few)) == (math.inf, "no median by step 100"), "one of three reached it"
+    assert median_in_words(steps[~steps["formed"]]) == "none by step 100"
 
 
 def test_log_rank_scores_are_those_of_the_textbook():

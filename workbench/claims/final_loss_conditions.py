@@ -38,12 +38,13 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
             cost = f": {len(runs)} runs of {tokens.max() / 1e6:.2g} million tokens, about {hours:.2g} hours of one core"
         return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed{cost}"
     if warm_up < WARM_UP:
-        return f"{warm_up:.0f} warm-up steps, {WARM_UP} are needed"
+        return f"there are {warm_up:.0f} warm-up steps, {WARM_UP} are needed"
     curves, model = evidence.of_runs(runs).curves(), runs.set_index("run")["model"]
     falls = {run: float(np.interp(0.9 * c.index[-1], c.index, c) - c.iloc[-1]) for run, c in curves.items()}
     by_model = pd.Series(falls, dtype=float).groupby(model).median()  # one too high rate of a sweep says nothing
     if len(by_model) and by_model.max() >= FALL:
         fall = f"{by_model.max():#.3g}"
         fall = fall if float(fall) > FALL else f"{by_model.max():.6f}"  # a number that rounds to the limit
-        return f"the loss still falls by {fall} nats over the last tenth of the steps, less than {FALL} is needed"
+        still = f"the loss still falls by {fall} nats over the last tenth of the steps, less than {FALL} is needed"
+        return f"training has not converged ({still})"
     return ""

@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.registry import SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.wording import listed, model_name, seeds_note
-from workbench.statistics.censored import censored, compare_steps
+from workbench.statistics.censored import censored, censoring_rule, compare_steps, step_unit
 from workbench.statistics.formation import formation_steps
 from workbench.statistics.intervals import Interval
 
@@ -47,11 +47,14 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     keys, scaled = ({n: i for n, i in intervals.items() if n.startswith(control)} for control in (CONTROL, SAME_SCALE))
     missing = [model_name(name) for name in (CONTROL, *SAME_SCALE) if not any(n.startswith(name) for n in intervals)]
     untrained = f"; controls that were not trained: {listed(missing)}" if missing else ""
-    sentence = f"Step of learning to copy minus the Transformer's: {'; '.join(parts)}{untrained}."
+    every = [*intervals.values(), *beyond.values()]
+    sentence = (
+        f"Step of learning to copy minus the Transformer's: {'; '.join(parts)}{untrained}.{censoring_rule(every)}"
+    )
     paths = {name: i for name, i in intervals.items() if name not in keys | scaled}
     signs = [-1] * (len(paths) + len(beyond)) + [1] * len(keys)
     return judged(
-        paths, signs, sentence, "steps", also=beyond, against=keys, shown=scaled, doubt=doubt or untrained
+        paths, signs, sentence, step_unit(every), also=beyond, against=keys, shown=scaled, doubt=doubt or untrained
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from workbench.statistics.scaling import saved_share, savings_intervals
 MAJORITY = 0.5  # the share of them in which the loss must be lower
 RELATIVES = ("neutreno", "denseformer")
 SLOWER = 0.05  # of the step time, before it counts as slower
+UNSTEADY = 1.5  # ratio of a model's step times over its seeds, above which they measure the machine's load
 MARKS = (1, 2.5, 5, 10, 20, 40)  # training tokens per parameter
 LARGER = 0.02  # share of more parameters, from which on a lower loss may be theirs
 
@@ -287,13 +288,19 @@ def same_cost(evidence: Evidence) -> Verdict:
     step_time = step_time.merge(pair.runs[["run", "seed"]], on="run")
     mine, base = (pair.by_seed(step_time, name) for name in (model, "transformer"))
     slower = over_seeds((mine / base)[base.index] - 1)
-    spare = over_seeds(SLOWER - ((mine / base)[base.index] - 1))
+    spare, spread = over_seeds(SLOWER - ((mine / base)[base.index] - 1)), max(s.max() / s.min() for s in (mine, base))
     equal = ratio == 1 and added <= (2 * pair.runs["n_layers"].max() if "learnable" in model else 0)
+    cached = "equal bytes of cache" if ratio == 1 else f"{ratio:.3f} times the Transformer's cache"
+    costs = f"{model_name(model)}: {added:+.0f} parameters, {cached}"
+    if spread > UNSTEADY:
+        scope = f"step times of one model differ by a factor of {spread:.2g} between seeds, so the machine was not idle"
+        sentence = f"{costs}. The cost in time is not stated: {scope}."
+        if equal or spare.n < MIN_SEEDS:
+            raise InsufficientEvidence(sentence, "gated", scope=scope)
+        return Verdict("refuted", sentence, p=0.0)
     sentence = (
-        f"{model_name(model)}: {added:+.0f} parameters, {ratio:.3f} of the Transformer's cache, a step takes {slower.value:+.1%} "
-        f"[{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} seed{'s' * (slower.n != 1)}{seeds_note(slower)}"
-        f", by the telemetry of training (allowed: "
-        f"{SLOWER:.0%})."
+        f"{costs}, a step takes {slower.value:+.1%} [{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} "
+        f"seed{'s' * (slower.n != 1)}{seeds_note(slower)}, by the telemetry of training (allowed: {SLOWER:.0%})."
     )
     shown = {"change of the step time": slower}
     return judged({"left of the 5 % allowed": spare}, 1, sentence, "share", shown=shown, wrong=not equal)

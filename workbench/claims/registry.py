@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import SETTING, Evidence
-from workbench.claims.final_loss_conditions import NAMED, tokens_per_parameter, unmet_condition
-from workbench.claims.verdict import DECIDED, InsufficientEvidence, Verdict, of_settings
+from workbench.claims.final_loss_conditions import NAMED, TESTED, tokens_per_parameter, unmet_condition
+from workbench.claims.verdict import DECIDED, ROLES, InsufficientEvidence, Verdict, of_settings
 from workbench.claims.wording import WORDS, differences_of, listed, scope_of, setting_of
 from workbench.statistics.intervals import MIN_SEEDS
 
@@ -79,15 +79,19 @@ class Claim:
             )
             each.append((rank, rows[list(SETTING)], verdict))
         each.sort(key=lambda one: one[0], reverse=True)  # equal ones stay in the order of `Evidence.comparable`
-        tested = [one for one in each if math.isfinite(one[2].p)]
-        untested = len(each) - max(len(tested), 1)
+        tested = [one for one in each if math.isfinite(one[2].p)] or each[:1]
+        others = each[len(tested) :]
+        shorter = _shorter_trainings([(v, rank[-1]) for rank, _, v in others]) if self.final_loss else ""
+        lead, untested = replace(tested[0][2], sentence=f"{tested[0][2].sentence}{shorter}"), len(others)
         if len(tested) < 2:
-            return replace(each[0][2], untested=untested)
+            return replace(lead, untested=untested)
         names = [
             f"{name}, {WORDS['budget'].format(rank[-1])}" if rank[-1] >= 0 else name
             for name, (rank, _, _) in zip(differences_of([rows for _, rows, _ in tested]), tested, strict=True)
         ]
-        return replace(of_settings(list(zip(names, (v for _, _, v in tested), strict=True))), untested=untested)
+        return replace(
+            of_settings(list(zip(names, [lead, *(v for _, _, v in tested[1:])], strict=True))), untested=untested
+        )
 
     def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:
         """Verdict in one setting, whether it has the claim's control, and training tokens per parameter of the compared runs."""
@@ -111,7 +115,10 @@ class Claim:
         controlled, budget = bool((every["beside"].astype(str) == "True").any()), tokens_per_parameter(runs)
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
         if self.final_loss and verdict.status in DECIDED and (unmet := unmet_condition(evidence, runs)):
-            verdict = replace(verdict, status="gated", scope=unmet, p=math.nan)
+            after = f" after {budget:,.1f} training tokens per parameter" if budget >= TESTED else ""
+            scope = f"{_untested_result(verdict)}{' after ' if budget < TESTED else f'{after}, but '}{unmet}"
+            sentence = f"These numbers are preliminary. {verdict.sentence}"
+            verdict = replace(verdict, sentence=sentence, status="gated", scope=scope, p=math.nan)
         elif verdict.status in ("supported", "refuted"):
             of_losses = "loss" in self.metrics or self.shows.get("metric") == "copy_loss"
             limits = [scope_of(runs)] if of_losses else []
@@ -120,6 +127,23 @@ class Claim:
         dtypes = evidence.kept.dtypes(frozenset(every["run"]), self.metrics)
         setting = setting_of(every[every["beside"] != "shown"]) + (f", in {listed(dtypes)}" if dtypes else "")
         return replace(verdict, runs=tuple(every["run"]), setting=setting), controlled, budget
+
+
+def _untested_result(verdict: Verdict) -> str:
+    """Return what runs show of a claim on the final loss whose conditions they do not meet."""
+    rows = verdict.adjusted()
+    clear = "role" in rows and bool(rows.loc[rows["role"] != ROLES[-1], "significant"].any())
+    shown = {"supported": "the comparisons have the claimed sign", "refuted": "a comparison has the opposite sign"}
+    return shown.get(verdict.status, "the comparisons are not all clear" if clear else "no difference is found")
+
+
+def _shorter_trainings(untested: Sequence[tuple[Verdict, float]]) -> str:
+    """Return the result of a claim with one deciding comparison in settings that were not tested, by budget."""
+    results = [(v.table[v.table["role"] == ROLES[0]], n) for v, n in untested if "role" in v.table and n >= 0]
+    single = sorted(((n, rows.iloc[0]) for rows, n in results if len(rows) == 1), key=lambda one: one[0])
+    parts = [f"{row['value']:+.3g} {row['unit']} at {n:.3g}" for n, row in single]
+    early = f" Below {TESTED:.0f}, differences are of early training." if any(n < TESTED for n, _ in single) else ""
+    return f" Other settings that were not tested: {', '.join(parts)} tokens per parameter.{early}" if parts else ""
 
 
 CLAIMS: dict[str, Claim] = {}

@@ -17,8 +17,8 @@ from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.wording import intervals_text, listed, model_name
 from workbench.errors import WorkbenchError
-from workbench.statistics.censored import censored, compare_steps, formed_in, median_in_words
-from workbench.statistics.formation import sink_step
+from workbench.statistics.censored import censored, censoring_rule, compare_steps, formed_in, median_in_words, step_unit
+from workbench.statistics.formation import SINK, sink_step
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 from workbench.statistics.sinks import SINK_MASS, sink_kind
 
@@ -219,15 +219,17 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
     two = [(steps[name], copied[name]) for name in ("svformer", "transformer")]
     after = compare_steps(*(s.assign(at=s["at"] - c["at"], formed=s["formed"] & c["formed"]) for s, c in two))
     first = later.pop(model_name("svformer"))
-    told = [f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one)" for n, s in steps.items()]
-    chances = [f" (p = {one.p:.2g})" if math.isfinite(one.p) else "" for one in (first, after)]
+    told = [f"{model_name(n)} {_onsets_in_words(s)}" for n, s in steps.items()]
+    chances = [f", p = {one.p:.2g}" if math.isfinite(one.p) else "" for one in (first, after)]
+    few = f" {first.n} seeds: a verdict needs {SINK_SEEDS}, and this p decides nothing." if first.n < SINK_SEEDS else ""
+    unit = step_unit([first, after, *later.values()])
     sentence = (
-        f"Step at which the strongest head's sink mass passes one half, median: {'; '.join(told)}. SVFormer minus Transformer "
-        f"{first} steps{chances[0]}, counted from the step of learning to copy {after}{chances[1]}. If a run forms no sink, these are "
-        f"differences of means within {pair.runs['steps'].max()} steps of training. p: log-rank test."
+        f"Step at which the strongest head's sink mass passes one half, median: {'; '.join(told)}. SVFormer minus Transformer, "
+        f"difference of {unit}: {first}{chances[0]}; counted from the step of learning to copy: {after}{chances[1]}.{few}"
+        f"{censoring_rule([first, after, *later.values()])}"
     )
     return judged(
-        {"SVFormer later by": first}, 1, sentence, "steps", also={"after learning to copy": after}, shown=later,
+        {"SVFormer later by": first}, 1, sentence, unit, also={"after learning to copy": after}, shown=later,
         doubt=steps["svformer"]["formed"].mean() <= 1 / 2, min_seeds=SINK_SEEDS,
     )  # fmt: skip
 
@@ -253,7 +255,15 @@ def _sink_steps(pair: Evidence, model: str) -> pd.DataFrame:
         steps = pd.Series({seed: sink_step(mass) for seed, mass in rows.groupby("seed")}, dtype=float)
     except WorkbenchError as error:
         raise InsufficientEvidence(f"{model_name(model)}: {error}.") from None
-    return censored(steps, pd.Series(float(pair.runs["steps"].max()), steps.index))
+    last = strongest_mass(pair, model).reindex(steps.index)
+    return censored(steps, pd.Series(float(pair.runs["steps"].max()), steps.index)).assign(lost=last < SINK)
+
+
+def _onsets_in_words(steps: pd.DataFrame, more: str = "") -> str:
+    """Return the median onset of `_sink_steps`, the seeds that passed one half, and those below it again at the end."""
+    lost = int((steps["formed"] & steps["lost"]).sum())
+    gone = f", {lost} below it again at the end" if lost else ""
+    return f"{median_in_words(steps)} (passed in {formed_in(steps)} seeds{gone}{more})"
 
 
 @claim(
@@ -271,8 +281,11 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     steps = {name: _sink_steps(pair, name) for name in ("transformer", "gated_attention")}
     _need_one_half(steps["transformer"], "prevent")
     less = pair.difference(_strongest(pair), "gated_attention")
-    told = "; ".join(f"{model_name(n)} forms a sink in {formed_in(s)} seeds" for n, s in steps.items())
-    sentence = f"{told}. Sink mass of the strongest head at the end, gated minus Transformer: {less}."
+    told = "; ".join(f"{model_name(n)} {_onsets_in_words(s)}" for n, s in steps.items())
+    sentence = (
+        f"Step at which the strongest head's sink mass passes one half, median: {told}. Sink mass of the strongest head at the end, "
+        f"gated minus Transformer: {less}."
+    )
     doubt = steps["gated_attention"]["formed"].mean() > 1 / 2
     return judged({"strongest head": less}, -1, sentence, "share", doubt=doubt, min_seeds=SINK_SEEDS)
 
@@ -296,7 +309,7 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
     less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), compare_steps(steps[AT_ZERO], steps["transformer"])
     copied = copying_steps(pair)
     told = "; ".join(
-        f"{model_name(n)} {median_in_words(s)} ({formed_in(s)} seeds formed one, copying learned by {median_in_words(copied[n])})"
+        f"{model_name(n)} {_onsets_in_words(s, f', copying learned by {median_in_words(copied[n])}')}"
         for n, s in steps.items()
     )
     ratios = ""
@@ -307,7 +320,8 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
         ratios = f". The start's value ends at {spans[0]} of the others' norm, and at {spans[1]} if its norm is free"
     sentence = (
         f"Sink onset (step), median: {told}. Sink mass of the strongest head at the end, all values of one norm minus all "
-        f"but the start's: {less}{ratios}. With the start's value at zero minus the Transformer: {sooner} steps."
+        f"but the start's: {less}{ratios}. With the start's value at zero minus the Transformer, difference of {step_unit([sooner])}: "
+        f"{sooner}.{censoring_rule([sooner])}"
     )
-    intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": "steps"}
+    intervals, units = {"one norm, mass": less, "at zero, steps": sooner}, {"at zero, steps": step_unit([sooner])}
     return judged(intervals, -1, sentence, "share", units, min_seeds=SINK_SEEDS)

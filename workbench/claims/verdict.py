@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from workbench.statistics.intervals import MIN_SEEDS, Interval, percent, significance
@@ -91,15 +92,21 @@ class Verdict:
     def adjusted(self) -> pd.DataFrame:
         """Return the table with intervals as wide as the corrections demand, and whether each row excludes 0.
 
-        Bounds are NaN where an interval is not over seeds; such rows decide nothing. `significant` is then False.
+        Bounds are NaN where an interval is not over seeds; such rows decide nothing, and `significant` is False. They are also NaN for
+        censored steps, where the p-value of the log-rank test says whether the difference is `significant`.
         """
         if "each" not in self.table:
             return self.table
         each = [tuple(map(float, text.split())) if isinstance(text, str) else () for text in self.table["each"]]
         columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
         wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
-        low, high, significant = [i.low for i in wide], [i.high for i in wide], [i.sign != 0 for i in wide]
-        return self.table.assign(low=low, high=high, significant=significant)
+        by_test = self.table["censored"].astype(bool) & (self.table["p"] * self.factor <= significance())
+        low, high, clear = (
+            [i.low for i in wide],
+            [i.high for i in wide],
+            np.array([i.sign != 0 for i in wide], dtype=bool),
+        )
+        return self.table.assign(low=low, high=high, significant=by_test | clear)
 
     def unmet(self) -> dict[str, str]:
         """Return the comparisons that must have their sign for a supported claim and have not, each with the reason."""
@@ -108,13 +115,22 @@ class Verdict:
             return {}
         needed, tested = table[table["role"].isin(ROLES[:2])], self.status == "gated" or math.isfinite(self.p)
         met = needed["significant"] & (needed["value"] * needed["expected"] > 0) & tested
-        reasons = {
-            True: "the adjusted interval does not exclude 0 in the claimed direction",
-            False: "no interval over seeds",
-        }
+        reasons = (
+            needed["low"]
+            .notna()
+            .map(
+                {
+                    True: "the adjusted interval does not exclude 0 in the claimed direction",
+                    False: "no interval over seeds",
+                }
+            )
+        )
+        reasons = reasons.mask(needed["censored"], "the log-rank test does not decide in the claimed direction")
         if not tested:
-            reasons = {True: "too few seeds for a test", False: "too few seeds for an interval"}
-        return {str(row["comparison"]): reasons[math.isfinite(row["low"])] for _, row in needed[~met].iterrows()}
+            reasons = (
+                needed["p"].notna().map({True: "too few seeds for a test", False: "too few seeds for an interval"})
+            )
+        return dict(zip(needed["comparison"].astype(str)[~met], reasons[~met], strict=True))
 
 
 class InsufficientEvidence(Exception):
@@ -188,8 +204,8 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     `each` has the numbers of the seeds, and `seeds` their names where they are known, separated by spaces.
     """
     rows = [
-        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "unit": others.get(name, unit),
-         "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
+        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "p": i.p, "censored": i.censored,
+         "unit": others.get(name, unit), "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
         for name, i in intervals.items()
     ]  # fmt: skip
     return pd.DataFrame(rows)

@@ -226,6 +226,12 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
     )
     for i, (unit, part) in enumerate(zip(units, parts, strict=True), 1):
         value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
+        between = [f"[{a:.3g}, {b:.3g}]" for a, b in zip(low, high, strict=True)]
+        if "censored" in part:
+            between = [
+                f"log-rank p = {p:.2g}" if c else b
+                for p, c, b in zip(part["p"], part["censored"], between, strict=True)
+            ]
         hollow = (
             part["verdict"] == "unresolved"
             if "verdict" in part
@@ -240,8 +246,8 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
                 name="value" if look != GREY else "context",
                 marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
                 error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
-                customdata=list(zip(low[shown], high[shown], strict=True)),
-                hovertemplate="%{y}<br>%{x:.3g} [%{customdata[0]:.3g}, %{customdata[1]:.3g}]<extra></extra>", row=i, col=1,
+                customdata=pd.Series(between, part.index)[shown].tolist(), hovertemplate="%{y}<br>%{x:.3g} %{customdata}<extra></extra>",
+                row=i, col=1,
             )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
@@ -250,7 +256,10 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             autorange="reversed", type="category", categoryorder="array", categoryarray=names, row=i, col=1
         )
     whisker = f"whisker: {confidence()} interval" + (f", Holm-adjusted over {adjusted}" if adjusted else "")
-    whisker = whisker if table["low"].notna().any() else "no interval"
+    whisker = whisker if table["low"].notna().any() else "no interval: these are no means over several seeds"
+    if "censored" in table and table["censored"].any():
+        by_test = "no whisker: some run did not reach its step, a log-rank test decides"
+        whisker = f"{whisker}; {by_test}" if table["low"].notna().any() else by_test
     grey = "grey: not part of the verdict" if "role" in table and (table["role"] == "context").any() else ""
     caption = wrapped(
         "; ".join(s for s in (under, unclear and f"hollow: {unclear}", whisker, max(beyond), grey) if s), 125

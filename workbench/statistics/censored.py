@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -31,7 +32,22 @@ def formed_in(steps: pd.DataFrame) -> str:
 def median_in_words(steps: pd.DataFrame) -> str:
     """Return the median step in words, or the reason for its absence: too few runs reached it."""
     median = median_step(steps)
-    return f"{median:.0f}" if math.isfinite(median) else f"none by step {steps['at'].max():.0f}"
+    few = "no median" if steps["formed"].any() else "none"
+    return f"{median:.0f}" if math.isfinite(median) else f"{few} by step {steps['at'].max():.0f}"
+
+
+def step_unit(differences: Iterable[Interval]) -> str:
+    """Return the unit of differences of `compare_steps`: with a censored one among them they are restricted means."""
+    return "restricted mean steps" if any(one.censored for one in differences) else "steps"
+
+
+def censoring_rule(differences: Iterable[Interval]) -> str:
+    """Return how the censored ones among some differences are judged, in words; empty without any."""
+    rule = (
+        " Censored: some run did not reach its step and counts with its last one, so the number is a difference of restricted mean "
+        "steps. It has no interval; a log-rank test decides."
+    )
+    return rule if step_unit(differences) != "steps" else ""
 
 
 def compare_steps(method: pd.DataFrame, baseline: pd.DataFrame) -> Interval:

@@ -64,6 +64,11 @@ class Interval:
         """-1 or 1 if the interval excludes 0, else 0 (also for NaN bounds)."""
         return -1 if self.high < 0 else 1 if self.low > 0 else 0
 
+    @property
+    def censored(self) -> bool:
+        """True for a difference of restricted means (`compare_steps`): it has no interval, and a log-rank test decides."""
+        return math.isnan(self.low) and math.isfinite(self.p) and len(self.each) > 1
+
     def widened(self, factor: float) -> Interval:
         """Return the interval with the error level divided by `factor`, as `holm_factors` gives it.
 
@@ -83,7 +88,7 @@ class Interval:
 
     def __str__(self) -> str:
         if math.isnan(self.low):
-            return f"{self.value:+.4g} (n = {self.n}: no interval)"
+            return f"{self.value:+.4g} (n = {self.n}, {'censored' if self.censored else 'no interval'})"
         return f"{self.value:+.4g} [{self.low:+.4g}, {self.high:+.4g}]"
 
 
