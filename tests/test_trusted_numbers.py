@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import dashboard
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from workbench.claims import all_verdicts
+from app.page_frame import provenance_table
+from workbench import plots
+from workbench.claims import CLAIMS, DECIDED, all_verdicts
+from workbench.claims.judging import chosen
 from workbench.claims.verdict import Verdict, corrected, judge_differences, judged, of_settings
 from workbench.errors import WorkbenchError
+from workbench.files import read_json
+from workbench.places import SHIPPED
+from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.multiple_testing import holm, holm_factors
 from workbench.statistics.scaling import saved_share
-from workbench.views import Link, depth, run_groups, start
+from workbench.views import Link, Source, depth, finding, run_groups, start
 from workbench.views.source import RunAtStep, prompt_notes
 from workbench.views.writing import caption_of
 
@@ -58,6 +66,52 @@ def test_a_widened_share_stays_below_one_and_other_intervals_have_none():
     assert wide.low < share.low < share.high < wide.high < 1
     assert np.isnan(Interval(0.5, 0.4, 0.7, 100).widened(2.0).low), "over documents"
     assert np.isnan(Interval(3.0, np.nan, np.nan, 3, 0.01, (1.0, 2.0, 6.0)).widened(2.0).low), "log-rank"
+
+
+def test_a_log_rank_test_fills_the_point_that_has_no_whisker():
+    never = pd.DataFrame({"at": [100.0] * 5, "formed": False})
+    fast = pd.DataFrame({"at": [10.0, 12, 14, 11, 13], "formed": True})
+    later, same = compare_steps(never, fast), compare_steps(never, never)
+    assert str(later) == "+88 (n = 5, censored)"
+    (verdict,) = corrected(
+        [judged({"later": later}, 1, "", "steps", shown={"same": same, "one seed": over_seeds([3.0])})]
+    )
+    assert verdict.status == "supported"
+    assert list(verdict.adjusted()["significant"]) == [True, False, False]
+    assert not replace(verdict, factor=10.0).adjusted()["significant"].any()
+    figure = plots.intervals(verdict.adjusted(), "")
+    assert [figure.data[0].marker.symbol[0], figure.data[1].marker.symbol[0]] == ["circle", "circle-open"]
+    assert "did not reach its step, a log-rank test decides" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert figure.data[0].customdata[0] == "log-rank p = 0.0079"
+    seeds = start.judged_by_seed(verdict)
+    assert seeds.set_index("comparison").loc["later", "seed 3"] == 89
+    assert (
+        start.in_one_sentence(replace(verdict, setting="5 seeds of 2 models"))
+        == "(5 seeds): later +88 steps, p = 0.0079."
+    )
+
+
+@pytest.mark.slow
+def test_every_claim_with_shipped_evidence_lists_its_judged_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
+    stored = all_verdicts.parse_verdicts(read_json(SHIPPED / "evidence" / all_verdicts.FILE))
+    for claim in chosen():
+        verdict, here = stored.of[claim.name], Source(tmp_path)
+        table, _ = start.runs_behind(here, start.Judgement(claim, verdict, ()))
+        judged_columns = table.drop(columns=["run", "model", "seed", "address"])
+        assert len(table) == len(verdict.runs)
+        assert len(judged_columns.columns), claim.name
+        assert judged_columns.notna().any().all(), claim.name
+        if len(verdict.table) and verdict.status in DECIDED:
+            assert start.judged_by_seed(verdict).iloc[:, 2:].notna().any(axis=None), claim.name
+    onset = start.runs_behind(
+        here, start.Judgement(CLAIMS["a_gate_prevents_the_sink"], stored.of["a_gate_prevents_the_sink"], ())
+    )[0]
+    assert {"not formed by step 7200", "step 3311"} <= set(onset["step of sink onset (strongest head above 0.5)"])
+    loss = stored.of["lower_loss"]
+    table = start.runs_behind(here, start.Judgement(CLAIMS["lower_loss"], loss, ()))[0]
+    minus = table.loc[table["model"] == "ResFormer", "minus Transformer, same seed"]
+    assert minus.mean() == pytest.approx(loss.table["value"].iloc[0]), "the judged difference"
 
 
 def test_whiskers_exclude_zero_exactly_where_the_verdict_is_decided():
@@ -145,9 +199,22 @@ def test_a_verdict_leads_to_its_runs_with_their_values(source):
     table, records = start.runs_behind(source, judged_["value_paths_speed_up_induction"])
     assert set(table["model"]) == {"SVFormer", "Transformer"}
     assert set(table["seed"]) == {0, 1, 2}
-    assert table["last copy loss"].notna().all()
+    assert table["step of learning to copy"].notna().all()
+    assert table["last copy loss, mean"].notna().all()
     assert table["address"].str.startswith("training?set=").all()
     assert records["provenance"].notna().any(), "the drawer names what was read"
+
+
+def test_the_main_result_states_its_budget_and_lists_what_training_logged(source):
+    group = source.group(Link("start", {"a": "text-resformer-s0"}))[0].group
+    result = finding.finding(source, Link("start", {"set": group}))
+    assert result.outcome is finding.LOSS
+    words = f"These runs end at {result.budget:.3g} training tokens per parameter; differences are of early training"
+    assert words in finding.method(result)
+    rows = finding.logged_rows(source, source.catalogue().groups[group], [result.outcome.quantity])
+    listed = provenance_table([rows])
+    assert set(listed["run"]) == {e.name for e in source.catalogue().groups[group]}
+    assert set(listed["weights"]) == {"logged by training"}
 
 
 def test_the_table_of_runs_has_losses_rates_and_seeds(source):

@@ -8,6 +8,7 @@ from typing import Any
 import streamlit as st
 
 from workbench import plots
+from workbench.claims import QUESTIONS
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
@@ -148,12 +149,17 @@ def _finding(link: Link) -> None:
         for view in (finding.finding_differences, finding.finding_curves):
             with st.container():
                 show(view, link)
+    compared = cached_source().catalogue().groups[result.group]
+    rows = finding.logged_rows(cached_source(), compared, [result.outcome.quantity])
+    st.session_state["drawn"].append(Drawn(link, rows, {}))
     with st.container(horizontal=True, key="next"):
         widgets.page_link("training", "Training curves", ":material/trending_down:", set=result.group)
         widgets.page_link("attention", "Attention maps", ":material/grid_on:")
-        of_studies = all(e.shipped for e in cached_source().catalogue().groups[result.group])
-        words, icon = "Verdicts on all claims", ":material/gavel:"
-        widgets.page_link("start", words, icon, set=result.group, show="verdicts", shipped="1" if of_studies else None)
+        shipped, words = "1" if all(e.shipped for e in compared) else None, "Verdicts on all claims"
+        claim = "lower_loss" if result.outcome is finding.LOSS else None
+        widgets.page_link(
+            "start", words, ":material/gavel:", set=result.group, show="verdicts", shipped=shipped, claim=claim
+        )
     _glossary({name.split(" ")[0] for name in result.intervals})
 
 
@@ -327,14 +333,19 @@ def _verdicts(link: Link) -> None:
         if decided:
             _claim(link.but(claim=claim), decided[claim])
     rest = [j for j in judged if j.verdict.status == "not_checkable"]
-    panel = st.expander(f"{len(rest)} claims without a verdict, and the reasons", key="rest", on_change="rerun")
-    if panel.open:
-        with panel:
-            table = start.verdicts_table(rest)[["question", "claim", "verdict", "because", "not measured"]]
-            st.dataframe(table, hide_index=True, width="stretch", alt="Undecided claims and the reasons")
+    with st.expander(f"{len(rest)} claims without a verdict, and the reasons", key="rest"):
+        for question, text in QUESTIONS.items():
+            lines = [_reason(j) for j in rest if j.claim.question == question]
+            st.markdown("\n".join([f"**{widgets.escaped(text)}**\n", *lines]) if lines else "")
     if any(j.missing for j in judged):
         with st.expander("Command that measures what is missing"):
             st.code(start.analyze_command(source, link), language=None, wrap_lines=True)
+
+
+def _reason(judged: start.Judgement) -> str:
+    """A claim that cannot be checked, and why, as an item of a list."""
+    lacking = f" Not measured: {', '.join(map(widgets.spaced, judged.missing))}." if judged.missing else ""
+    return f"- {widgets.typeset(judged.claim.text)} *{widgets.typeset(judged.verdict.details)}{lacking}*"
 
 
 def _claim(link: Link, judged: start.Judgement) -> None:
@@ -361,16 +372,26 @@ def _claim(link: Link, judged: start.Judgement) -> None:
             }
             alt = "Runs behind the verdict"
             st.dataframe(runs, hide_index=True, width="stretch", column_config=config, key="behind", alt=alt)
+        if len(by_seed := start.judged_by_seed(verdict)):
+            st.markdown("**Judged numbers by seed**")
+            config, alt = widgets.number_columns(by_seed), "Judged numbers by seed"
+            st.dataframe(by_seed, hide_index=True, width="stretch", column_config=config, key="by_seed", alt=alt)
+        elif len(runs):
+            st.caption("No number was judged by seed; the sentence above gives the reason.")
         if judged.missing:
             st.caption(f"Not stored: {', '.join(judged.missing)}. Command that measures it:")
             command = start.analyze_command(cached_source(), link, claim.question)
             st.code(command, language=None, wrap_lines=True)
 
 
-def _verdict(judged: start.Judgement, sentence: str = "") -> None:
-    st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
-    box = {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info)
-    box(f"**{widgets.escaped(judged.verdict.words.capitalize())}.** {widgets.typeset(sentence)}".strip())
+def _verdict(judged: start.Judgement, sentence: str = "", *, text: bool = True) -> None:
+    if text:
+        st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
+    box, words = (
+        {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info),
+        judged.verdict.words,
+    )
+    box(f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.typeset(sentence)}".strip())
 
 
 # ---- the demo --------------------------------------------------------------------------------------------------------
@@ -404,10 +425,13 @@ def _demo(link: Link) -> None:
         st.header("5. Verdicts", anchor=False)
         judged = {j.claim.name: j for j in _judged(link.but(alone=None, shipped=None))}
         for name in start.DEMO_CLAIMS:
-            own, shipped = judged[name], None if judged[name].decided else start.shipped_verdict(source, name)
-            _verdict(
-                shipped or own, f"{'In the shipped studies: ' if shipped else ''}{(shipped or own).verdict.details}"
-            )
+            own, shipped = judged[name], start.shipped_verdict(source, name)
+            if own.decided and shipped and shipped.verdict.status != own.verdict.status:
+                _verdict(own, f"In the runs here {start.in_one_sentence(own.verdict)}")
+                _verdict(shipped, f"In the shipped studies {start.in_one_sentence(shipped.verdict)}", text=False)
+                continue
+            shown = own if own.decided or shipped is None else shipped
+            _verdict(shown, f"{'' if shown is own else 'In the shipped studies: '}{shown.verdict.details}")
         widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", show="verdicts")
 
 

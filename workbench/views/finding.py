@@ -7,6 +7,7 @@ Holm's correction for their number.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from workbench import plots
+from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
 from workbench.claims.verdict import Verdict, interval_table, judge_differences
 from workbench.errors import WorkbenchError
 from workbench.files import digest
@@ -80,6 +82,8 @@ class Finding:
     never: dict[str, str]
     """Runs of a series that never reached the step, as `2 of 3`, by series."""
     verdicts: dict[str, Verdict]
+    budget: float = math.nan
+    """Fewest training tokens per parameter of its runs, where losses are compared; NaN if unknown."""
 
     @property
     def seeds(self) -> tuple[int, int]:
@@ -159,7 +163,12 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
     never = {n: f"{int((~o['formed']).sum())} of {len(o)}" for n, o in outcomes.items() if not o["formed"].all()}
     title, verdicts = experiments[selected][0].title, judge_differences(intervals)
     intervals = {name: interval.widened(verdicts[name].factor) for name, interval in intervals.items()}
-    return Finding(outcome, selected, title, rates, best, intervals, never, verdicts)
+    budget = math.nan
+    if outcome is LOSS:
+        from workbench.claims.collect import run_facts  # imports torch
+
+        budget = tokens_per_parameter(pd.DataFrame([run_facts(Run.open(e.path)) for e in experiments[selected]]))
+    return Finding(outcome, selected, title, rates, best, intervals, never, verdicts, budget)
 
 
 def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
@@ -167,6 +176,13 @@ def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame
     rows = source.telemetry(runs, [quantity])
     rows = mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()])
     return rows[rows["step"] == rows["step"].max()]
+
+
+def logged_rows(source: Source, runs: Sequence[Entry], metrics: Sequence[str]) -> pd.DataFrame:
+    """Return the last row of each metric that training logged for some runs, with this origin as provenance."""
+    rows = source.telemetry(runs, metrics)
+    rows = rows[rows["step"] == rows.groupby(["run", "metric"], observed=True)["step"].transform("max")]
+    return rows.assign(provenance=[json.dumps({"metric": m, "weights": "logged by training"}) for m in rows["metric"]])
 
 
 def headline(result: Finding) -> str:
@@ -236,6 +252,10 @@ def method(result: Finding) -> str:
             if rate == best
             else f"Learning rate {rate:g}, chosen here; {best:g} has {lowest}."
         )
+    if math.isfinite(result.budget):
+        early = "; differences are of early training, and the verdict on lower loss judges the longest training"
+        early = early if result.budget < TESTED else ""
+        sentences.append(f"These runs end at {result.budget:.3g} training tokens per parameter{early}.")
     return " ".join(filter(None, sentences))
 
 

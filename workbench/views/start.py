@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import re
 import shlex
@@ -20,9 +19,9 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
 from workbench.claims.all_verdicts import Verdicts
-from workbench.claims.evidence import TELEMETRY
+from workbench.claims.evidence import TELEMETRY, at_last_step
 from workbench.claims.judging import chosen, claim_figure
-from workbench.claims.verdict import expected_by_chance
+from workbench.claims.verdict import ROLES, expected_by_chance
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import read_json
 from workbench.models.registry import architecture_label
@@ -30,13 +29,15 @@ from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
+from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence, paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
 from workbench.views import run_groups  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
-from workbench.views.finding import HALF_PAGE, check_part
+from workbench.views.finding import HALF_PAGE, check_part, logged_rows
 from workbench.views.link import Link
 from workbench.views.source import RunAtStep, Source, example
+from workbench.views.training import VANILLA, mean_of_domains
 
 # ---- one model -------------------------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ def verdicts(source: Source, link: Link) -> Drawing:
     chance = (
         expected_by_chance(results)
         if any(math.isfinite(v.p) for v in results)
-        else "No claim has a p-value here; each says what it lacks."
+        else "No claim is tested here; each says what it lacks. A p-value in its sentence is of one comparison and decides nothing."
     )
     return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
@@ -277,9 +278,10 @@ def verdict(source: Source, link: Link) -> Drawing:
 
 
 def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a row for each run that a verdict compares, with its last value of the claim's measure, and the records behind it.
+    """Return a row for each run that a verdict compares, with its judged quantities, and the records behind it.
 
-    `address` of a row is a link that shows the run on the Training page.
+    These are the step of its sink or of learning to copy, its final loss and the difference from the Transformer of its seed, and the
+    last value of the claim's measure. `address` of a row is a link that shows the run on the Training page.
     """
     entries = [e for e in source.catalogue().entries if e.name in set(judged.verdict.runs)]
     shows = dict(judged.claim.shows)
@@ -293,17 +295,76 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
         if value is not Ellipsis:
             rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
     rows = rows[rows["control"].isna()]
-    last = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
-    values = last.groupby("run")["value"].mean()
-    column = f"last {metric.replace('_', ' ')}"
+    columns = dict[str, Any]()
+    if len(rows) and (metric == "copy_loss" or (metric == "sink_mass" and judged.claim.steps == "series")):
+        formed = (formation_steps if logged else sink_steps)(rows).set_index("run")
+        words = formed["formed"].mask(
+            formed["formation_step"].isna(), "not formed by step " + formed["last_step"].astype(str)
+        )
+        columns["step of learning to copy" if logged else f"step of sink onset (strongest head above {SINK})"] = words
+    if judged.claim.final_loss:
+        columns |= _final_losses(source, entries)
+    last = at_last_step(rows)
+    if metric == "sink_mass":
+        columns["last sink mass, strongest head"] = (
+            last.groupby(["run", "layer", "head"])["value"].mean().groupby("run").max()
+        )
+    elif metric == "tokens_per_second":
+        columns["tokens per second, median over training"] = rows.groupby("run")["value"].median()
+    elif not (judged.claim.final_loss and metric in ("validation_loss", "loss_difference")):
+        columns[f"last {metric.replace('_', ' ')}, mean"] = last.groupby("run")["value"].mean()
     table = pd.DataFrame([
-        {"run": e.name, "model": architecture_label(e.series), "seed": e.seed, column: values.get(e.name, math.nan),
+        {"run": e.name, "model": architecture_label(e.series), "seed": e.seed,
+         **{column: values.get(e.name) for column, values in columns.items()},
          "address": str(Link("training", {"set": e.group, "find": e.name}))}
         for e in entries
     ])  # fmt: skip
-    behind = source.records(entries, judged.claim.metrics)
-    log = json.dumps({"metric": metric, "weights": "logged by training"})
-    return table, pd.concat([behind, last.assign(provenance=log)] if logged else [behind], ignore_index=True)
+    written = logged_rows(
+        source,
+        entries,
+        [m for m in dict.fromkeys((metric, "validation_loss")) if (logged if m == metric else judged.claim.final_loss)],
+    )
+    return table, pd.concat([source.records(entries, judged.claim.metrics), written], ignore_index=True)
+
+
+def _final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
+    """Final validation loss by run, and minus the loss of the Transformer of its seed at its rate, or at its only rate."""
+    rows, group = source.telemetry(entries, ["validation_loss"]), {e.name: e.group for e in entries}
+    rows = mean_of_domains(at_last_step(rows[rows["variant"].isna() & rows["control"].isna()]))
+    complete = rows["step"] == rows.groupby(rows["run"].map(group))["step"].transform("max")
+    losses = {str(run): float(loss) for run, loss in rows[complete].set_index("run")["value"].items()}
+    bases = [e for e in entries if e.series == VANILLA and e.name in losses]
+    paired = dict[str, float]()
+    for entry in (e for e in entries if e.name in losses):
+        of_seed = {e.group: losses[e.name] for e in bases if e.seed == entry.seed}
+        if (base := of_seed.get(entry.group) if len(of_seed) > 1 else next(iter(of_seed.values()), None)) is not None:
+            paired[entry.name] = losses[entry.name] - base
+    return {"final validation loss": losses} | ({"minus Transformer, same seed": paired} if paired else {})
+
+
+def judged_by_seed(verdict: Verdict) -> pd.DataFrame:
+    """Return the judged differences of a verdict, a row for each comparison and a column for each seed."""
+    rows = []
+    for row in verdict.table.to_dict("records"):
+        if each := str(row.get("each", "")).split():
+            seeds = str(row["seeds"]).split() or [f"{i + 1} of {len(each)}" for i in range(len(each))]
+            by_seed = {f"seed {seed}": float(value) for seed, value in zip(seeds, each, strict=True)}
+            unit = str(row["unit"]).removeprefix("restricted mean ")
+            rows.append({"comparison": row["comparison"], "unit": unit, **by_seed})
+    return pd.DataFrame(rows)
+
+
+def in_one_sentence(verdict: Verdict) -> str:
+    """Return a verdict's first deciding comparison, after its seeds."""
+    rows = verdict.adjusted()
+    rows = rows[rows["role"] == ROLES[0]] if "role" in rows else rows.head(0)
+    number = "no number decides"
+    if len(rows):
+        row = rows.iloc[0]
+        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]" if math.isfinite(row["low"]) else f", p = {row['p']:.2g}"
+        number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
+    few = "; too few seeds for a test" if verdict.status == "unresolved" and not math.isfinite(verdict.p) else ""
+    return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}."
 
 
 def judged_claim(judged: Sequence[Judgement], link: Link) -> Judgement:
