@@ -17,15 +17,13 @@ from workbench.runs.run import is_study
 from workbench.views import Link
 from workbench.views.base import ONE_SEED
 from workbench.views.link import PAGES, split_list
-from workbench.views.source import facets, run_name
+from workbench.views.source import OF_ALL_RUNS, facets, run_name
 
 from . import widgets
 from .cached_source import cached_source
 
 EXPERIMENT_PX, MODEL_PX, STEP_PX = 225, 155, 90
 FIRST = 10  # series that are drawn by default, and most that are shown as pills
-OF_ALL_RUNS = ("training", "heads")
-"""Pages that show all models of the experiment unless two are compared."""
 CONTENT = {"repeated": "repeated tokens", "backcopy": "back-copy", "recorded": "recordings", "log": "training logs"}
 """The data of an experiment in short, by its kind."""
 
@@ -62,11 +60,11 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
             link = link.but(compare=None, b=None, step_b=None)
     if group is not None and uses == "models" and not ready:
         link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
-    # Depth and Training add the other seeds
+    # these pages have figures of several seeds, and each figure states its number
     if (
         ready
         and link.on("compare")
-        and page not in ("depth", "training")
+        and page not in ("depth", "training", "differences")
         and len({s.entry.architecture for s in source.subjects(link)}) > 1
     ):
         st.session_state["messages"].badge(ONE_SEED, icon=":material/warning:", color="orange")

@@ -217,12 +217,16 @@ def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None
 
 
 def navigation(link: Link | None) -> None:
-    """Fill the list of pages in the sidebar; its links keep the experiment and the model of a head, also if the address omits them."""
+    """Fill the list of pages in the sidebar; its links keep the address, and the experiment of a model or the model of a head.
+
+    An experiment that a page of all runs opens on by itself is not kept: a page of a model opens on a text model.
+    """
     if "navigation" not in st.session_state:  # a page alone, without `main.py`
         return
     place, targets = st.session_state["navigation"]
     kept = ("set", "a") if "head" in st.query_params or "layer" in st.query_params else ("set",)
-    carried = {key: value for key in kept if link is not None and (value := link.text(key)) is not None}
+    chosen = link is not None and ("a" in link.options or "set" in st.query_params)
+    carried = {key: value for key in kept if link is not None and chosen and (value := link.text(key)) is not None}
     with place:
         for name, target in targets.items():
             title, icon = (PAGES[name].title, PAGES[name].icon) if name in PAGES else ("Kept", "push_pin")

@@ -7,11 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+from urllib.parse import parse_qs
 
 import dashboard
 import figure_outputs
 import pytest
 from app_pages import APP, COMPARE, DEEP, FIGURES, address, chart, charts, elements, ignored, said
+
+from app.widgets import SAME_PAGE
+from workbench.places import SHIPPED
+from workbench.views import Link, Source
+from workbench.views.base import ONE_SEED
+from workbench.views.link import PAGES
 
 
 @pytest.fixture
@@ -30,6 +37,50 @@ def test_depth_weights_are_drawn_by_an_address_also_of_files_without_a_run(page,
     at = page(populated, "depth", a="text-transformer-s0", weights="1")
     assert "has no learned depth weights" in said(at)
     assert len(charts(at)) > 0, "the measures are drawn"
+
+
+def test_a_page_without_a_model_opens_on_the_text_model_that_ships_unless_the_address_names_one(
+    page, populated, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
+    for run in populated.glob("race-*"):
+        dashboard.copied(run, tmp_path / run.name)
+    source = Source(tmp_path)
+    for name in PAGES.keys() - {"training", "heads"}:
+        assert source.subjects(Link(name))[0].entry.name == "models-resformer-s0", name
+        assert source.subjects(Link(name, {"a": "race-svformer-s0"}))[0].entry.name == "race-svformer-s0", name
+    assert source.group(Link("training"))[0].name.startswith("race"), "own runs"
+    links = page(tmp_path, "training").sidebar.get("page_link")
+    assert not any("set=" in e.proto.query_string for e in links), "no page inherits a symbol model"
+    links = page(tmp_path, "training", a="race-svformer-s0").sidebar.get("page_link")
+    assert all("a=race-svformer-s0" in e.proto.query_string for e in links)
+
+
+# ---- differences ----
+
+
+def test_differences_offer_the_comparison_and_then_show_the_documents_that_differ_most_in_loss(
+    page, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
+    at = page(tmp_path, "differences")
+    (offer,) = [e.proto for e in at.get("page_link") if e.proto.label.startswith("Compare")]
+    assert offer.label == "Compare with Transformer · s0 (same experiment and seed)"
+    at = page(tmp_path, "differences", **{k: v[0] for k, v in parse_qs(offer.query_string).items() if k != SAME_PAGE})
+    assert at.selectbox(key="w_metric").value == "loss"
+    assert at.selectbox(key="w_order").options == ["largest difference", "A lower", "A higher"]
+    assert "minus Transformer" in said(at)
+    (table,) = (d.value for d in at.dataframe if "A − B" in d.value)
+    assert table["A − B"].abs().is_monotonic_decreasing
+    assert not any(ONE_SEED in e.value for e in at.get("markdown")), "each figure states its own number of seeds"
+
+
+def test_a_measure_without_values_of_documents_names_those_that_have_them(page, tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
+    at = page(tmp_path, "depth", metric="importance_entropy", behind="1")
+    assert any(e.value.endswith("Measures with values of single documents: loss") for e in at.info)
+    (offer,) = [e.proto for e in at.get("page_link") if e.proto.label == "Documents by loss"]
+    assert "metric=loss" in offer.query_string
 
 
 # ---- every page on every folder ----

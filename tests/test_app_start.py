@@ -12,8 +12,9 @@ from app_pages import address, charts
 
 from app.widgets import number_columns
 from workbench.errors import WorkbenchError
+from workbench.files import read_json, write_json
 from workbench.runs.records import load_records
-from workbench.views import Link, Source
+from workbench.views import Link, Source, start
 from workbench.views.base import ONE_SEED
 from workbench.views.run_groups import grouped, runs_table
 
@@ -65,6 +66,16 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
     assert at.header[0].value.replace("\\", "") == "SVFormer copies 7 [7, 7] steps earlier than the Transformer."
     assert len(charts(at)) == 2
     assert "How transformers use" not in said(at).split("SVFormer copies")[0]
+
+
+def test_an_opened_model_leaves_the_demo_on_the_first_page_and_comes_with_links_to_its_pages(page, populated, tmp_path):
+    folder = dashboard.copied(populated, tmp_path / "runs")
+    mine = dashboard.copied(populated / "text-resformer-s0", folder / "mine")
+    info = read_json(mine / "run.json") | {"imported": {"from": "mine.pt"}}
+    write_json(mine / "run.json", info | {"data": {"kind": "imported", "domains": ["unknown"]}})
+    assert start.only_demo(Source(folder))
+    assert page(folder).button_group(key="w_show").value == "demo"
+    assert page(folder, show="model").selectbox(key="w_a").value == "text-resformer-s0"
 
 
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):

@@ -115,8 +115,11 @@ def test_checkpoints_of_other_families_are_compared_from_their_files(family, tmp
 def test_tensors_of_other_shapes_are_refused_by_name():
     a = dict(build("transformer", dashboard.MODEL, seed=0).named_parameters())
     b = dict(build("transformer", dashboard.MODEL | {"d_mlp": 32}, seed=0).named_parameters())
-    with pytest.raises(BadCheckpoint, match=r"blocks\.0\.mlp\.\w+\.weight is \[32, 16\], wanted \[24, 16\]"):
+    with pytest.raises(BadCheckpoint, match=r"blocks\.0\.mlp\.\w+\.weight is \[24, 16\] in A and \[32, 16\] in B"):
         weight_changes(a, b)
+    gated = dict(build("gated_attention", dashboard.MODEL, seed=0).named_parameters())
+    with pytest.raises(BadCheckpoint, match=r"A has parameters that B lacks: gated_attention\.gates\.0"):
+        weight_changes(gated, a)
     with pytest.raises(BadData, match=r"\(2, 2\) and \(2, 3\)"):
         matrix_change(np.eye(2), np.ones((2, 3)))
     with pytest.raises(BadData, match="NaN"):
@@ -273,6 +276,14 @@ def test_two_runs_in_python_on_the_command_line_and_as_views(runs):
     with pytest.raises(WorkbenchError, match="equal weights"):
         differences.moved_weights(source, link.but(step_b=20))
     assert "random directions" in drawn["weights"].figure.layout.title.subtitle.text
+    assert "Two unrelated matrices of equal size differ by 1.41" in drawn["weights"].sentence
+    title = drawn["weights"].figure.layout.title.text
+    assert title == "Weights that differ"
+    one_run = differences.moved_weights(
+        source, Link.parse("differences?a=text-resformer-s0&b=text-resformer-s0&step_b=0")
+    )
+    assert one_run.figure.layout.title.text == "Weights that moved"
+    assert "unrelated" not in one_run.sentence
     steps = workbench.diff(a, a, step=["first", "last"])
     assert steps.settings.empty
     assert steps.names == ("text-transformer-s0, step 0", "text-transformer-s0, step 20")

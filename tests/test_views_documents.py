@@ -54,7 +54,7 @@ def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(a
     assert drawing.table["document"].tolist()[:2] == [5, 17]
     assert drawing.table["value"].tolist()[:2] == [9.0, -4.0]
     mean = values[:, 1].mean()
-    assert drawing.table["pull"].tolist()[0] == pytest.approx((9.0 - mean) / DOCUMENTS)
+    assert drawing.table["effect_on_mean"].tolist()[0] == pytest.approx((9.0 - mean) / DOCUMENTS)
     others = np.delete(values[:, 1].mean(axis=1), drawing.table["document"])
     assert f"without these 10 documents {others.mean():.3g}" in drawing.sentence
     (subject,) = ask.subjects(Link("attention", {"a": RUN}))

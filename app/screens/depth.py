@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pandas as pd
 import streamlit as st
 
 from workbench.places import module
@@ -14,11 +13,11 @@ __package__ = module("app.screens")  # Streamlit runs this file as a script
 
 from .. import widgets
 from ..cached_source import cached_source
+from ..documents import documents_behind
 from ..elements.figure import Point
 from ..figures import choose_measure, show
 from ..measuring import measure_box
-from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
-from ..prompt_box import OF_A_PROMPT
+from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page
 from ..selection import choose_models
 
 ABOUT = (
@@ -68,40 +67,8 @@ def depth_page(link: Link) -> None:
                 widgets.update_url(metric=metric)
                 st.rerun()
     if widgets.toggle("Documents behind a number", "behind", help="Or click a point"):
-        _behind(link.but(behind=1))
-
-
-def _behind(link: Link) -> None:
-    """The documents with the largest effect on a number of model A; a selected one becomes the prompt of all pages."""
-    source = cached_source()
-    bare = link.but(layer=None, head=None)
-    number = depth.number_behind(source, bare)
-    with toolbar("cell"):
-        if number.layers:
-            bare = bare.but(layer=widgets.choose("Layer", "layer", number.layers, number.layer, width=90))
-            number = depth.number_behind(source, bare)
-        if number.heads:
-            head = widgets.choose("Head", "head", [None, *number.heads], None, show=str, width=90, placeholder="all")
-            bare = bare.but(head=head)
-        order = widgets.choose("Documents", "order", list(depth.ORDERS), show=depth.ORDERS.__getitem__, width=220)
-        bare = bare.but(order=order)
-        if link.on("compare"):
-            bare = bare.but(minus=int(widgets.toggle("Difference of A and B", "minus")))
-    drawing = show(depth.behind, bare, long="Reading documents")
-    if drawing is None or drawing.table["prompt"].isna().all():
-        return
-    table = drawing.table
-    selected = table["prompt"] == st.query_params.get("prompt")
-
-    def take(row: pd.Series) -> None:
-        widgets.update_url(**dict.fromkeys(("stored", *OF_A_PROMPT)) | {"prompt": row["prompt"]})
-
-    shown = table[["document", "value", "pull", "prompt"]].rename(columns={"prompt": "beginning"})
-    widgets.row_table("documents", shown, selected, table, take, "Documents behind the number")
-    if selected.any():
-        widgets.page_link("attention", "Selected document in Attention", ":material/grid_on:", a=number.entry.name)
-    else:
-        st.caption("Click a document to read it on Attention and the other pages.")
+        minus = link.on("compare") and widgets.toggle("Difference of A and B", "minus")
+        documents_behind(link.but(behind=1, minus=1 if minus else None))
 
 
 def _choices(link: Link) -> tuple[Link, depth.DepthOptions]:

@@ -29,7 +29,7 @@ from workbench.storage.locations import locate
 
 SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versions", "observed", "log")
 """Sections of a run's description that are compared; times, names and places are not."""
-TOP = 4  # singular directions
+TOP, NAMED = 4, 3  # singular directions, parameters in a message
 AXES = ["metric", "data", "T", "site", "part", "variant", "unit"]
 """Columns that name a measure."""
 CELL = ["layer", "source", "head", "position", "index"]
@@ -291,13 +291,7 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
     Raises:
         BadCheckpoint: Names or shapes differ, or quantised weights do; the message names them.
     """
-    from workbench.checkpoints.state import misfits
-
-    shapes = [{name: [int(n) for n in x.shape] for name, x in each.items()} for each in (a, b)]
-    if faults := misfits(shapes[1], shapes[0]):
-        raise BadCheckpoint(
-            f"B does not have A's tensors, so no matrix is compared: {faults.replace(chr(10) + '  ', '; ')}"
-        )
+    _refuse_other_parameters(a, b)
     rows, seen = [], set[Any]()
     for name in a:
         place = tuple(getattr(x[name], "place", id(x[name])) for x in (a, b))
@@ -331,6 +325,22 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
             }  # fmt: skip
         rows.append(row)
     return pd.DataFrame(rows).astype({"layer": "Int64"})
+
+
+def _refuse_other_parameters(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    """Raise `BadCheckpoint` if names or shapes differ, and say which model lacks what."""
+    shapes = [{name: [int(n) for n in x.shape] for name, x in each.items()} for each in (a, b)]
+    alone = [sorted(shapes[i].keys() - shapes[1 - i]) for i in (0, 1)]
+    faults = [
+        f"{one} has parameters that {other} lacks: {', '.join(names[:NAMED])}"
+        + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        for (one, other), names in zip(("AB", "BA"), alone, strict=True)
+        if names
+    ]
+    unequal = [n for n in shapes[0] if n in shapes[1] and shapes[0][n] != shapes[1][n]]
+    faults += [f"{n} is {shapes[0][n]} in A and {shapes[1][n]} in B" for n in unequal[:NAMED]]
+    if faults:
+        raise BadCheckpoint(f"No matrix is compared. {'. '.join(faults)}.")
 
 
 # ---- stored measures -------------------------------------------------------------------------------------------------

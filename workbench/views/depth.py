@@ -48,6 +48,8 @@ ORDERS = {
     "highest": "with the highest values",
     "lowest": "with the lowest values",
 }
+ORDERS_OF_TWO = {"furthest": "largest difference", "lowest": "A lower", "highest": "A higher"}
+"""The same for the difference of two models, where the furthest is the largest of either sign."""
 MOST, OPENING = 10, 48  # documents that are shown; tokens of an excerpt, roughly
 
 
@@ -362,15 +364,16 @@ def number_behind(source: Source, link: Link) -> Behind:
         raise WorkbenchError(f"no records of {name} for {asked or 'these runs'}")
     shown = selected.rows[(selected.rows["run"] == entry.name) & selected.rows["control"].isna()]
     shown = one_sample(shown if selected.step is None else shown[shown["step"] == selected.step])
-    rows = source.keep(
-        ("documents", entry.path, entry.stamp),
-        lambda: read_parquet(sorted(Path(entry.path).glob("records/*.samples.parquet")), SAMPLE_COLUMNS),
-    )
+    rows = _samples(source, entry)
     rows = of_variant(of_site(rows[rows["metric"] == selected.metric], selected.site), selected.variant)
     rows = rows[rows["provenance"].isin(set(shown["provenance"].astype("str")))]
     if rows.empty or rows["document"].isna().all():
+        stored = [metric.replace("_", " ") for metric in measures_by_document(source, link)]
+        others = f". Measures with values of single documents: {listed(stored)}" if stored else ""
         again = f". To store them: workbench measure {shlex.quote(entry.path)} -m {selected.metric}"
-        raise WorkbenchError(f"no values of single documents of {name} in {entry.name}{'' if entry.shipped else again}")
+        raise WorkbenchError(
+            f"no values of single documents of {name} in {entry.name}{others}{'' if entry.shipped else again}"
+        )
     layers, layer = _index(rows, "layer", link.whole("layer"))
     layer = layers[-1] if layer is None and layers else layer
     rows = rows if layer is None else rows[rows["layer"] == layer]
@@ -381,6 +384,25 @@ def number_behind(source: Source, link: Link) -> Behind:
         entry, int(rows["step"].iloc[0]), layers, heads, layer, head, rows.groupby("document")["value"].mean(),
         int(shown["T"].dropna().iloc[0]), str(rows["provenance"].iloc[0]), unit,
     )  # fmt: skip
+
+
+def _samples(source: Source, entry: Entry) -> pd.DataFrame:
+    """The values of single documents of a run: all measures and steps."""
+    rows: pd.DataFrame = source.keep(
+        ("documents", entry.path, entry.stamp),
+        lambda: read_parquet(sorted(Path(entry.path).glob("records/*.samples.parquet")), SAMPLE_COLUMNS),
+    )
+    return rows
+
+
+def measures_by_document(source: Source, link: Link) -> list[str]:
+    """Return the measures with values of single documents: of model A, or of A and B at their steps if the link compares."""
+    if link.on("compare"):
+        each = [(_samples(source, s.entry), s.step) for s in source.subjects(link)]
+        return sorted(set.intersection(*(set(rows.loc[rows["step"] == step, "metric"]) for rows, step in each)))
+    asked = link.text("a")
+    runs = source.chosen(link) if asked is None else [source.catalogue().entry(asked)]
+    return sorted(set(_samples(source, runs[0])["metric"]))
 
 
 def _index(rows: pd.DataFrame, axis: str, asked: int | None) -> tuple[list[int], int | None]:
@@ -403,33 +425,34 @@ def behind(source: Source, link: Link) -> Drawing:
         if facts(other.provenance).get("data") != facts(number.provenance).get("data"):
             raise WorkbenchError("A and B were measured on different documents, so they have no difference by document")
         values = (values - other.values).dropna()
-    pull = (values - values.mean()) / len(values)
-    by = (
-        (values if minus else pull).abs() if order == "furthest" else values
-    )  # a difference is large or small by itself
+    effect = (values - values.mean()) / len(values)
+    # a difference is large or small by itself
+    by = (values if minus else effect).abs() if order == "furthest" else values
     top = by.sort_values(ascending=order == "lowest", kind="stable").head(MOST).index
     texts = source.keep(
         ("texts of documents", number.entry.path, number.entry.stamp, number.provenance), lambda: _texts(source, number)
     )
     table = pd.DataFrame(
-        [(int(n), float(values[n]), float(pull[n]), texts.get(int(n))) for n in top],
-        columns=["document", "value", "pull", "prompt"],
+        [(int(n), float(values[n]), float(effect[n]), texts.get(int(n))) for n in top],
+        columns=["document", "value", "effect_on_mean", "prompt"],
     ).assign(run=number.entry.name, step=number.step, layer=number.layer, head=number.head, unit=number.unit)
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
     of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}{number.entry.at_step(number.step)}"
     of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
-    ordered = "that differ most" if minus and order == "furthest" else ORDERS[order]
-    under = f"{of}; the {len(table)} of {len(values)} documents {ordered}; dotted: mean of all"
+    ordered = f"ordered by {ORDERS_OF_TWO[order]}" if minus else ORDERS[order]
+    under = f"{of}; the {len(table)} of {len(values)} documents {ordered}; dotted: {'0' if minus else 'mean of all'}"
     own = selected.rows[selected.rows["run"] == number.entry.name]
     what = "difference by document" if minus else "documents"
     figure = documents(
-        table, values.mean(), plots.colour(number.entry.series), f"{_title(selected)}{at}: {what}", under,
+        table, 0.0 if minus else values.mean(), plots.colour(number.entry.series), f"{_title(selected)}{at}: {what}", under,
         (f"{number.unit}, difference", "") if minus else (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
     sentence = f"Mean {values.mean():.3g}; without these {len(table)} documents {without:.3g}."
     if table["prompt"].isna().all():
         sentence += " No texts: the documents are not those of the run's own data."
+    if minus and len({s.entry.architecture for s in source.subjects(link)}) > 1:
+        sentence += f" {ONE_SEED}."
     return Drawing(figure, table, sentence)
 
 

@@ -19,16 +19,17 @@ from workbench.reports.differences import (
     stored_rows,
     weight_changes,
 )
+from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import short
-from workbench.views.source import RunAtStep, Source, checkpoint_key, run_name
+from workbench.views.source import PREFERRED, RunAtStep, Source, checkpoint_key, run_name
 
 QUANTITIES = {
-    "relative": "size of the change / size of A's matrix",
-    "top_share": "share of the change along its first direction",
+    "relative": "size of the difference / size of A's matrix",
+    "top_share": "share of the difference along its first direction",
     "overlap_out": "overlap with A's directions, output side",
     "overlap_in": "overlap with A's directions, input side",
 }
@@ -56,6 +57,17 @@ ROW, LONGEST = 24, 28  # pixels of a measure's row, characters of a setting's va
 def both_models(source: Source, link: Link) -> list[RunAtStep]:
     """Models A and B of a link, also if it does not name B."""
     return source.subjects(link.but(compare=1))
+
+
+def partner(source: Source, link: Link) -> Entry | None:
+    """Return the run to compare model A with: of its experiment and seed if there is one, a Transformer first; None without any."""
+    (a,) = source.subjects(link.but(compare=None))
+    others = [e for e in source.catalogue().groups[a.entry.group] if e.steps and e.series != a.entry.series]
+
+    def rank(entry: Entry) -> tuple[bool, ...]:
+        return entry.seed == a.entry.seed, *(entry.architecture == name for name in reversed(PREFERRED))
+
+    return max(others, key=rank, default=None)
 
 
 def setting_label(key: str) -> str:
@@ -93,7 +105,7 @@ def settings(source: Source, link: Link) -> Drawing:
 
 @view("differences", "weights")
 def moved_weights(source: Source, link: Link) -> Drawing:
-    """How far each matrix moved from A to B, and in which directions, by layer."""
+    """How far each matrix of B is from A's, and in which directions, by layer."""
     a, b = both_models(source, link)
     quantity = link.choice("quantity", QUANTITIES)
 
@@ -118,8 +130,12 @@ def moved_weights(source: Source, link: Link) -> Drawing:
         chance = rows[quantity.replace("overlap", "chance")]
         under += f"; random directions: {chance.min():.2g} to {chance.max():.2g}"
     largest = changes.sort_values("relative", kind="stable").iloc[-1]
-    sentence = f"Largest change: {largest['tensor']}, {largest['relative']:.3g} of A's size."
-    figure = plots.grids([("", grid)], "Weights that moved", under)
+    sentence = f"Largest difference: {largest['tensor']}, {largest['relative']:.3g} of A's size."
+    one_run = a.entry.path == b.entry.path
+    if not one_run:
+        trained = "" if a.entry.imported or b.entry.imported else "A and B were not trained from one another. "
+        sentence += f" {trained}Two unrelated matrices of equal size differ by 1.41 (√2)."
+    figure = plots.grids([("", grid)], "Weights that moved" if one_run else "Weights that differ", under)
     return Drawing(at_least(figure, 260 + 36 * min(len(cells.columns), 12)), changes, sentence)
 
 

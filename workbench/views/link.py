@@ -54,7 +54,8 @@ PAGES = {
         "Token maps", "scatter_plot", "Tokens as points, and heads in groups", ("site", "layer", "method", "colour", "groups")
     ),
     "differences": PageInfo(
-        "Differences", "difference", "What differs between two models: settings, weights, measures", ("quantity",)
+        "Differences", "difference", "What differs between two models: settings, weights, measures, documents",
+        ("quantity", "metric", "order", "layer", "head"),
     ),
     "intervene": PageInfo(
         "Intervene", "build", "Edits and patching inside the model",

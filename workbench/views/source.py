@@ -41,6 +41,8 @@ PREFERRED = ("resformer", "transformer")
 """Default architectures of model A and model B."""
 OF_PROMPTS = ("attention", "prompt", "intervene")
 """Pages that show models on a prompt."""
+OF_ALL_RUNS = ("training", "heads")
+"""Pages that show all models of the experiment unless two are compared."""
 PROMPTS = ".prompts"
 LETTERS = {"repeated": 2, "backcopy": 1}
 """Kinds of data whose tokens are letters and digits, and how often the model reads a prompt in a row."""
@@ -153,21 +155,21 @@ class Source:
         return bool(runs.entries) and runs.folder == str(self.folder.resolve())
 
     def group(self, link: Link) -> list[Entry]:
-        """Return the runs of the link's experiment, else of model A's, else of the largest experiment on text.
+        """Return the runs of the link's experiment, else of model A's, else of the experiment that the page opens on.
 
-        Pages of a prompt prefer a text model to own runs on symbols.
+        Pages of a model open on a text model with weights, ResFormer first; pages of all runs on the largest experiment of the folder.
         """
         runs = self.catalogue()
         groups, asked = runs.groups, link.text("set")
         if asked is None and link.text("a") is not None:
             asked = runs.entry(str(link.text("a"))).group
         if asked is None:
-            on_prompt = link.page in OF_PROMPTS
 
             def rank(name: str) -> tuple[object, ...]:
-                runs = groups[name]
-                ready = any(e.steps for e in runs)
-                return on_prompt or not runs[0].shipped, ready, runs[0].kind == "text", len(runs), name
+                runs, text = groups[name], groups[name][0].kind == "text"
+                ready = {e.architecture for e in runs if e.steps}
+                model = () if link.page in OF_ALL_RUNS else (text and bool(ready), text and PREFERRED[0] in ready)
+                return *model, not runs[0].shipped, bool(ready), text, len(runs), name
 
             asked = max(groups, key=rank, default=None)
         if asked is None:

@@ -421,8 +421,9 @@ def demo_runs(source: Source, *experiments: str) -> list[Entry]:
 
 
 def only_demo(source: Source) -> bool:
-    """Return True if a demo was started in the folder and it has no other runs."""
-    return demo_status(source.folder) is not None and len(demo_runs(source, *DEMO)) == len(source.listed())
+    """Return True if a demo was started in the folder and no other runs were trained in it; imported models do not count."""
+    trained = [e for e in source.listed() if not e.imported]
+    return demo_status(source.folder) is not None and len(demo_runs(source, *DEMO)) == len(trained)
 
 
 def _shipped(source: Source, names: str) -> list[Entry]:
