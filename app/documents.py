@@ -28,8 +28,10 @@ def documents_behind(link: Link) -> None:
     except WorkbenchError as error:
         st.info(widgets.escaped(str(error)[:1].upper() + str(error)[1:]), icon=":material/info:")
         for metric in depth.measures_by_document(source, link):
-            words, gone = f"Documents by {widgets.spaced(metric)}", dict.fromkeys(("site", "variant", "layer", "head"))
-            widgets.page_link("depth", words, ":material/arrow_forward:", metric=metric, behind="1", **gone)
+            label, gone = f"Documents by {widgets.spaced(metric)}", dict.fromkeys(("site", "variant", "layer", "head"))
+            widgets.page_link(
+                "depth", label, ":material/arrow_forward:", target=None, metric=metric, behind="1", **gone
+            )
         return
     with toolbar("cell"):
         if number.layers:

@@ -39,7 +39,12 @@ FOLLOW_RUNS = ("start", "training", "depth", "heads", "prompt", "intervene")
 """Pages whose figures follow from their link and the runs alone."""
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
-TABLE_PX = 300
+TABLE_PX, NUMBER_PX = 300, 76  # height of the table of numbers, width of a column of it
+ROW_NAMES = ("architecture", "layer", "head", "position", "step")
+NUMBERS = ("value", "low", "high", "p, adjusted", "p, raw", "n", "significant")
+LAST = ("comparison", "run", "seeds", "each")
+"""Columns of the table of numbers: the first ones, those after them, and the last ones, which repeat others or are long."""
+P_VALUES = {"p": "p, adjusted", "p_unadjusted": "p, raw"}
 WIDTHS = {"Single column": 600, "Double column": 1000}  # pixels of pictures for a paper
 CHIP = re.compile(r"T = [\d, ]+|n = [\d to]+ documents|[\d to]+ seeds?( per model)?")
 SETTING, PALE = re.compile(r"\d+(?: to \d+)? seeds? of \d+ models?, "), re.compile("pale bars")
@@ -260,10 +265,8 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
             with code:
                 _code(link, name)
         elif numbers.open:
-            numbers.dataframe(
-                plots.table(drawing.table), width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}",
-                alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
-            )  # fmt: skip
+            with numbers:
+                _numbers(drawing, name)
         with saving:
             _files(link, drawing, name)
             left, right = st.columns([3, 1], vertical_alignment="bottom")
@@ -299,12 +302,37 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
                     st.code(command(link, f"--only {name} --play --out {name}.html"), language=None, wrap_lines=True)
 
 
+def _numbers(drawing: Drawing, name: str) -> None:
+    """The table of a figure: columns that vary, numbers and their intervals first, and below it the values equal in all rows."""
+    table = plots.table(drawing.table).rename(columns=P_VALUES)
+    equal = [str(c) for c in table if c not in NUMBERS[:3] and len(table) > 1 and table[c].astype("str").nunique() == 1]
+    shown = table.drop(columns=equal)
+    first = [c for c in (*ROW_NAMES, *NUMBERS) if c in shown]
+    rest = sorted((str(c) for c in shown if c not in first), key=lambda c: c in LAST)
+    config: dict[str, Any] = {c: st.column_config.Column(width=NUMBER_PX) for c in first}
+    config |= {c: {**column, "width": NUMBER_PX} for c, column in widgets.number_columns(shown).items()}
+    st.dataframe(
+        shown, width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}", column_order=[*first, *rest],
+        column_config=config, alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
+    )  # fmt: skip
+    words = {widgets.spaced(c): widgets.escaped(table[c].iloc[0]) for c in equal if c not in LAST}
+    about = ", ".join(f"{column} {value}" for column, value in words.items())
+    if about:
+        st.caption(f"Equal in all rows: {about}.")
+
+
 M = TypeVar("M", bound=Measure)
 
 
 def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[str] = ()) -> tuple[Link, M]:
     """Boxes for a measure with its definition, its site and its variant; return the link with them, and its options."""
-    options = read(link)
+    options, asked = read(link), st.query_params.get("metric")
+    known = {name for e in cached_source().catalogue().entries for name in e.measured}
+    if asked in known - {*options.metrics, *elsewhere}:
+        there = ", ".join(map(widgets.spaced, options.metrics))
+        words = f"This experiment has no records of {widgets.spaced(asked)}; {widgets.spaced(options.metric)} is shown."
+        st.session_state.setdefault("told", {})[f"{words} It has: {there}."] = None
+        elsewhere = (*elsewhere, asked)
     metric = widgets.choose(
         "Measure", "metric", options.metrics, options.metric, show=widgets.spaced, width=180, elsewhere=elsewhere
     )
@@ -323,8 +351,11 @@ def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[st
 def definition_of(measures: list[str], panel: Any) -> None:
     """Definitions of measures with their baselines and cautions, read only while the panel is open: the registry needs PyTorch."""
     for measure in measures if panel.open else ():
-        panel.markdown(f"**{widgets.escaped(measure)}**")
-        panel.text(depth.about(str(measure)) or "Logged by training; no description.")
+        panel.markdown(f"**{widgets.escaped(widgets.spaced(measure))}**")
+        text = depth.about(str(measure)) or "Logged by training; no description."
+        panel.text(
+            re.sub(r"`(\w+)`", lambda name: f"“{widgets.spaced(name[1])}”", text)
+        )  # names as the menus have them
 
 
 def _code(link: Link, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,21 +95,29 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
         shapes[group] = group.split("-")[1].replace("x", " × ") if group.count("-") == 2 else ""
         imported = ", ".join(e.name for e in runs[:2]) + (" …" if len(runs) > 2 else "") if runs[0].imported else ""
         names[group] = imported or CONTENT.get(runs[0].kind, runs[0].title.partition(":")[0])
-    alike = Counter((names[group], shapes[group], shipped[group]) for group in groups)
+    alike: dict[tuple[str, str, bool], list[str]] = {}
+    for group in groups:
+        alike.setdefault((names[group], shapes[group], shipped[group]), []).append(group)
 
     def words(group: str) -> str:
-        """The study, the content, the shape, what differs from others of both, and the counts."""
+        """The study, what differs from others of the same content and shape, the shape, the content, and the counts."""
         runs, folder = groups[group], Path(groups[group][0].path).parent
         counts = {"model": len({e.series for e in runs}), "seed": len({e.seed for e in runs})}
-        layers, _, width = shapes[group].partition(" × ")
-        more = [part for part in apart[group].split(", ") if part not in (f"{layers} layers", f"width {width}")]
-        more = more if alike[names[group], shapes[group], shipped[group]] > 1 else []
-        parts = (names[group], shapes[group], *more, *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()))
-        return (f"{folder.name}: " if is_study(folder) else "") + ", ".join(filter(None, parts))
+        same = [apart[other].split(", ") for other in alike[names[group], shapes[group], shipped[group]]]
+        more = [part for part in apart[group].split(", ") if any(part not in others for others in same)]
+        study = folder.name if is_study(folder) else ""
+        parts = (
+            study,
+            *more,
+            shapes[group],
+            names[group],
+            *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()),
+        )
+        return ", ".join(filter(None, parts))
 
     group = str(widgets.choose(
         "Experiment", "set", list(groups), default, show=words, width=EXPERIMENT_PX,
-        clears=("a", "step", "b", "step_b", "by", "find", "models"),
+        clears=("a", "step", "b", "step_b", "by", "find", "models"), keeps=("metric",),
     ))  # fmt: skip
     title = groups[group][0].title
     more = [part for part in apart[group].split(", ") if part and part not in title]

@@ -74,10 +74,11 @@ Clears = Sequence[str] | Callable[[Any], Sequence[str]]
 """Keys that leave the URL with an old option, or a function of the new option that returns them."""
 
 
-def _mirror(key: str, write: Callable[[Any], str], clears: Clears = ()) -> None:
+def _mirror(key: str, write: Callable[[Any], str], clears: Clears = (), keeps: Sequence[str] = ()) -> None:
     value = st.session_state[f"w_{key}"]
     gone = clears(value) if callable(clears) else clears
-    update_url(**dict.fromkeys(gone), **{key: None if value is None else write(value)})
+    shown = {k: v for k in keeps if (v := st.session_state.get(f"w_{k}")) is not None}
+    update_url(**dict.fromkeys(gone), **shown, **{key: None if value is None else write(value)})
 
 
 def unused(label: str, value: str, width: Any = "stretch") -> None:
@@ -88,13 +89,15 @@ def unused(label: str, value: str, width: Any = "stretch") -> None:
 
 def choose(
     label: str, key: str, options: Sequence[Any], default: Any = None, *, show: Callable[[Any], str] = str,
-    slider: bool = False, only_if_many: bool = False, clears: Clears = (), elsewhere: Sequence[str] = (), **kwargs: Any,
+    slider: bool = False, only_if_many: bool = False, clears: Clears = (), elsewhere: Sequence[str] = (), keeps: Sequence[str] = (),
+    **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A select box (or slider) over options, mirrored in the URL under `key`; returns None without options.
 
     Args:
         only_if_many: Draw nothing for a single option.
         elsewhere: Values of the key on other pages; the default replaces them without a warning.
+        keeps: Keys whose shown choice, also a default, enters the URL with another option.
     """
     if not options:
         return None
@@ -110,8 +113,8 @@ def choose(
         return options[0]
     widget: Any = st.select_slider if slider else st.selectbox
     return widget(
-        label, options, key=f"w_{key}", format_func=distinct_labels(options, show), on_change=_mirror, args=(key, str, clears),
-        **kwargs,
+        label, options, key=f"w_{key}", format_func=distinct_labels(options, show), on_change=_mirror,
+        args=(key, str, clears, keeps), **kwargs,
     )  # fmt: skip
 
 

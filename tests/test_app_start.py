@@ -76,6 +76,13 @@ def test_an_opened_model_leaves_the_demo_on_the_first_page_and_comes_with_links_
     assert start.only_demo(Source(folder))
     assert page(folder).button_group(key="w_show").value == "demo"
     assert page(folder, show="model").selectbox(key="w_a").value == "text-resformer-s0"
+    shutil.rmtree(mine / "records")
+    at = page(folder, show="model", a="mine")
+    assert "Opened: **mine, step 20**, 2 layers, 2 heads." in said(at)
+    pages = [e.proto for e in at.main.get("page_link")]
+    assert [e.label for e in pages] == ["Attention", "Prompt", "Depth"]
+    assert all("a=mine" in e.query_string for e in pages)
+    assert not at.info
 
 
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
@@ -158,7 +165,7 @@ def test_a_button_measures_what_the_page_names(page, populated, tmp_path, monkey
     path = dashboard.copied(populated / "race-transformer-s0", tmp_path / "race-transformer-s0")
     shutil.rmtree(path / "records")
     at = page(tmp_path, show="model")
-    assert "is not measured yet: concentration parts" in said(at)
+    assert "Measure it.** This page shows concentration parts" in said(at)
     assert any(c.value.startswith(f"workbench xray {tmp_path}") for c in at.code)
     next(b for b in at.button if b.label == "Measure").click()
     dashboard.settled(at.run())
@@ -175,7 +182,7 @@ def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_p
     recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
     train("transformer", RepeatedData(), name="mine", runs=tmp_path, model=shape, train=recipe, device="cpu")
     at = page(tmp_path)
-    assert "is not measured yet: concentration parts" in said(at)
+    assert "Measure it.** This page shows concentration parts" in said(at)
     assert any(c.value == f"workbench xray {tmp_path}/mine" for c in at.code)
     assert not charts(at)
     next(b for b in at.button if b.label == "Measure").click()

@@ -107,6 +107,16 @@ def test_a_table_for_a_paper_has_rounded_numbers_and_escaped_words(tmp_path):
         "| model_a | loss | steps | rate |\n| --- | ---: | ---: | ---: |\n"
         "| 50 % \\| x | 3.142 | 12000 | -3e-05 |\n| b |  | 7 | 12346 |\n"
     )
+    runs = pd.DataFrame({
+        "run": ["a", "b"], "rate": [0.003, 0.012], "state": "finished", "options": "", "note": ["x" * 50, ""],
+        "loss": [2.4576, 2.0], "loss ± 95 %": [0.0117, float("nan")],
+    })  # fmt: skip
+    assert latex_table(runs).splitlines() == [
+        r"\begin{table}", r"\centering", r"\caption{Equal in all rows: state: finished.}", r"\begin{tabular}{lrp{40mm}r}", r"\toprule",
+        r"run & rate & note & loss $\pm$ 95 \% \\", r"\midrule", "a & 0.003 & " + "x" * 50 + r" & 2.458 $\pm$ 0.012 \\",
+        r"b & 0.012 &  & 2.000 \\", r"\bottomrule", r"\end{tabular}", r"\end{table}",
+    ]  # fmt: skip
+    assert latex_table(runs.head(0)).count(r"\\") == 1
     tokens = pd.DataFrame({"token": ["[0, 1]", "<s>", "**", "__init__", "a_b"]})
     assert latex_table(tokens).splitlines()[4:6] == [r"{[}0, 1] \\", r"\textless{}s\textgreater{} \\"]
     assert markdown_table(tokens).splitlines()[2:] == [

@@ -37,9 +37,9 @@ def differences_page(link: Link) -> None:
             return
         (a,) = source.subjects(link)
         same = "same experiment and seed" if b.seed == a.entry.seed else "same experiment, another seed"
-        words, icon = f"Compare with {run_name(b)} ({same})", ":material/compare_arrows:"
+        label, icon = f"Compare with {run_name(b)} ({same})", ":material/compare_arrows:"
         st.markdown(f"This page compares {widgets.escaped(a.name)} with another model.")
-        widgets.page_link("differences", words, icon, set=b.group, a=a.entry.name, b=b.name, step_b=None, compare="1")
+        widgets.page_link("differences", label, icon, set=b.group, a=a.entry.name, b=b.name, step_b=None, compare="1")
         return
     show(differences.settings, link)
     with toolbar("options"):

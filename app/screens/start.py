@@ -19,6 +19,8 @@ from workbench.statistics.intervals import confidence
 from workbench.statistics.sinks import SINK_MASS
 from workbench.views import Link, Source, finding, pins, run_groups, start
 from workbench.views.base import ONE_SEED
+from workbench.views.link import PAGES
+from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -170,9 +172,16 @@ def _model(link: Link) -> None:
     source = cached_source()
     subjects = source.subjects(link)
     absent = [(subject, names) for subject in subjects if (names := start.missing(source, subject))]
-    for subject, names in absent:  # a button and the command that measure them
+    for subject, names in absent:  # where it can be seen, then a button and the command that measure the rest
         entry, words = subject.entry, ", ".join(map(widgets.spaced, names))
-        st.info(f"{widgets.escaped(subject.name)} is not measured yet: {words}.", icon=":material/radiology:")
+        with st.container(horizontal=True, vertical_alignment="center", key=f"opened_{subject.tag}"):
+            counts = f"{entry.n_layers} layers, {entry.n_heads} heads"
+            opened = "Opened: " if entry.imported else ""
+            st.markdown(f"{opened}**{widgets.escaped(subject.name)}**, {counts}.", width="content")
+            for name in ("attention", "prompt", "depth"):
+                icon, step = f":material/{PAGES[name].icon}:", str(subject.step)
+                widgets.page_link(name, PAGES[name].title, icon, set=entry.group, a=entry.name, step=step)
+        st.markdown(f"**Measure it.** This page shows {words}, which are not measured yet.")
         plan = start.xray_plan(entry, subject.step)
         if measure_box(f"{entry.name}_{subject.step}", [entry], plan, "Measure", start.xrays.DOCUMENTS):
             st.rerun()
@@ -199,6 +208,12 @@ def _runs(link: Link) -> None:
         f"**{len(table)} runs** {where}{f', {writing} being written now' if writing else ''}. "
         "Select a row for its pages, two rows to compare them."
     )
+    if source.own() and (ready := [e for e in catalogue.entries if e.shipped and e.steps]):
+        with st.container(horizontal=True, vertical_alignment="center", key="shipped_models"):
+            st.markdown("Not in the table, shipped with the project for all pages:", width="content")
+            for e in ready:
+                label, icon = f"{run_name(e)} (text)", ":material/radiology:"
+                widgets.page_link("start", label, icon, set=e.group, a=e.name, step=None, show="model")
     open_box()
     asked = next((e for e in catalogue.entries if e.name == st.query_params.get("a")), None)
     if asked is not None:
@@ -474,7 +489,7 @@ def _sinks(link: Link) -> None:
         st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
         st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")
         if runs := start.demo_runs(cached_source(), "sinks"):
-            words, icon = "Runs of this experiment", ":material/arrow_forward:"
+            words, icon = "Training curves of this experiment", ":material/arrow_forward:"
             widgets.page_link("training", words, icon, set=runs[0].group, a=None, find=None, by=None)
 
 
@@ -527,7 +542,7 @@ def _shipped_link(entries: Sequence[Entry], metric: str = "") -> None:
             "find": None,
             "by": None,
         }
-        widgets.page_link("training", "Runs of this study", ":material/arrow_forward:", **where)
+        widgets.page_link("training", "Training curves of this study", ":material/arrow_forward:", **where)
         if metric:
             widgets.page_link("depth", "By layer, with paired differences", ":material/layers:", metric=metric, **where)
 

@@ -334,7 +334,7 @@ def _refuse_other_parameters(a: Mapping[str, Any], b: Mapping[str, Any]) -> None
     faults = [
         f"{one} has parameters that {other} lacks: {', '.join(names[:NAMED])}"
         + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        for (one, other), names in zip(("AB", "BA"), alone, strict=True)
+        for (one, other), names in zip((("A", "B"), ("B", "A")), alone, strict=True)
         if names
     ]
     unequal = [n for n in shapes[0] if n in shapes[1] and shapes[0][n] != shapes[1][n]]

@@ -85,12 +85,22 @@ def latex_table(frame: pd.DataFrame) -> str:
         frame: Any table. Its index, columns without values and the columns `provenance` and `each` (a value per seed) are left out.
 
     Returns:
-        Text with numbers of four significant digits, right-aligned, and all other cells escaped.
+        Text with right-aligned numbers of equal decimals in a column, and all other cells escaped. A column `x ± 95 %` is written
+        behind its mean `x`. Columns that are equal in all rows are in the caption of a `table` around the `tabular`.
     """
-    numeric, rows = _written(frame)
-    cells = [[_escaped(cell) for cell in row] for row in rows]
-    head, *body = [" & ".join(row) + r" \\" for row in cells]
-    columns = "".join("r" if is_number else "l" for is_number in numeric)
+    numeric, (names, *rows) = _written(frame)
+    equal = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows, strict=True)]
+    equal = [False] * len(names) if all(equal) else equal
+    about = ", ".join(
+        f"{name}: {cell}"
+        for name, cell, same in zip(names, rows[0] if rows else names, equal, strict=True)
+        if same and cell
+    )
+    columns, shown = "", [i for i, same in enumerate(equal) if not same]
+    for i in shown:
+        wide = max(len(row[i]) for row in rows) > WIDE
+        columns += "r" if numeric[i] else "p{40mm}" if wide else "l"
+    head, *body = [" & ".join(_escaped(row[i]) for i in shown) + r" \\" for row in (names, *rows)]
     lines = [
         rf"\begin{{tabular}}{{{columns}}}",
         r"\toprule",
@@ -100,6 +110,9 @@ def latex_table(frame: pd.DataFrame) -> str:
         r"\bottomrule",
         r"\end{tabular}",
     ]
+    if about:
+        caption = rf"\caption{{Equal in all rows: {_escaped(about)}.}}"
+        lines = [r"\begin{table}", r"\centering", caption, *lines, r"\end{table}"]
     return "\n".join(lines) + "\n"
 
 
@@ -114,9 +127,42 @@ def markdown_table(frame: pd.DataFrame) -> str:
 def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
     """Return which columns hold numbers, and the header and rows as text, without columns that have no value."""
     frame = frame.drop(columns=["provenance", "each"], errors="ignore").dropna(axis=1, how="all")
-    numeric = [pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind) for kind in frame.dtypes]
-    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
-    return numeric, [[str(name) for name in frame.columns], *rows]
+    frame = frame.set_axis(map(str, frame.columns), axis=1)
+    halves = {mean: c for c in frame if (mean := c.partition(" ± ")[0]) != c and mean in frame}
+    numeric, columns = [], []
+    for name in frame.columns.drop([*halves.values()]):
+        kind = frame[name].dtype
+        values = (frame[name].astype("float64") if pd.api.types.is_float_dtype(kind) else frame[name]).tolist()
+        numeric.append(pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind))
+        if name in halves:
+            half = frame[halves[name]].astype("float64").tolist()
+            decimals = max((1 - math.floor(math.log10(h)) for h in half if h > 0), default=3)
+            cells = [_mean_and_half(mean, h, max(0, decimals)) for mean, h in zip(values, half, strict=True)]
+            columns.append([halves[name], *cells])
+            continue
+        decimals = _decimals([x for x in values if x]) if pd.api.types.is_float_dtype(kind) else None
+        even = decimals is not None
+        columns.append([name, *(f"{x:.{decimals}f}" if even and x == x else _cell(x) for x in values)])
+    return numeric, [list(row) for row in zip(*columns, strict=True)]
+
+
+def _mean_and_half(mean: float, half: float, decimals: int) -> str:
+    """`0.12 ± 0.03`; the mean alone without an interval."""
+    if not math.isfinite(mean):
+        return _cell(mean)
+    text = f"{mean:.{decimals}f}" + (f" ± {half:.{decimals}f}" if math.isfinite(half) else "")
+    return text.replace("-", "−")
+
+
+def _decimals(values: list[float]) -> int | None:
+    """Return the decimals that show four significant digits of the largest and two of the smallest number; None if that is too many."""
+    sizes = [math.floor(math.log10(abs(x))) for x in values if math.isfinite(x)]
+    if not sizes or len(sizes) < sum(x == x for x in values) or max(sizes) - min(sizes) > SPAN or max(sizes) > 6:
+        return None
+    decimals = max(0, 3 - max(sizes), 1 - min(sizes))
+    while decimals and all(round(x, decimals) == round(x, decimals - 1) for x in values if x == x):
+        decimals -= 1
+    return decimals
 
 
 def _cell(value: Any) -> str:
@@ -128,6 +174,7 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+WIDE, SPAN = 40, 4  # characters of a column that wraps, powers of ten in a column of equal decimals
 MARKED = re.compile(r"[\\|*<`]|(?<![^\W_])_|_(?![^\W_])")
 """What Markdown does not print as it stands; an underscore inside a word is printed."""
 LATEX = {

@@ -215,7 +215,8 @@ def differences(source: Source, link: Link) -> Drawing:
     wide = [interval.widened(factors.get(i, 1.0)) for i, (*_, interval) in enumerate(rows)]
     table = interval_table({f"{name}, layer {layer}": i for (name, layer, _), i in zip(rows, wide, strict=True)})
     table = table.drop(columns="unit").assign(
-        architecture=[name for name, *_ in rows], layer=[layer for _, layer, _ in rows], metric=selected.metric, p=[i.p for i in wide],
+        architecture=[name for name, *_ in rows], layer=[layer for _, layer, _ in rows], metric=selected.metric,
+        p_unadjusted=[i.p for i in wide],
         significant=[bool(i in factors and interval.sign) for i, interval in enumerate(wide)],
     )  # fmt: skip
     few, most = int(table["n"].min()), int(table["n"].max())

@@ -61,7 +61,7 @@ def runs_table(source: Source) -> pd.DataFrame:
             state = "finished" if e.finished else f"stopped before step {e.last}"
         step = e.last if e.shipped or e.kind == "log" else e.steps[-1] if e.steps else None
         step = None if e.imported and not step else step  # one checkpoint, of unknown training
-        options = ", ".join(f"{name}={value}" for name, value in e.options.items())
+        options = ", ".join(f"{name}={value}" for name, value in e.options.items() if value is not None)
         rows.append((
             e.name, architecture_label(e.series), e.seed, losses.get(e.name, math.nan), rates.get(e.name, math.nan), options,
             len(seeds[e.group, e.series]), state,
