@@ -77,7 +77,8 @@ Clears = Sequence[str] | Callable[[Any], Sequence[str]]
 def _mirror(key: str, write: Callable[[Any], str], clears: Clears = (), keeps: Sequence[str] = ()) -> None:
     value = st.session_state[f"w_{key}"]
     gone = clears(value) if callable(clears) else clears
-    shown = {k: v for k in keeps if (v := st.session_state.get(f"w_{k}")) is not None}
+    absent = [k for k in keeps if k not in st.query_params and f"w_{k}" in st.session_state]
+    shown = {k: st.session_state[f"w_{k}"] for k in absent}
     update_url(**dict.fromkeys(gone), **shown, **{key: None if value is None else write(value)})
 
 

@@ -56,6 +56,30 @@ def test_a_page_without_a_model_opens_on_the_text_model_that_ships_unless_the_ad
     assert all("a=race-svformer-s0" in e.proto.query_string for e in links)
 
 
+def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, populated):
+    at = page(populated, "depth")
+    shown, text = at.selectbox(key="w_metric").value, at.selectbox(key="w_set").value
+    other = next(e.group for e in Source(populated).catalogue().entries if e.group != text)
+    at.selectbox(key="w_set").set_value(other)
+    at = dashboard.settled(at.run())
+    assert address(at, "metric") == shown
+    told = "This experiment has no records of importance entropy; induction score is shown. It has: induction score."
+    assert told in said(at).replace("\\", "")
+    at.selectbox(key="w_set").set_value(text)
+    assert dashboard.settled(at.run()).selectbox(key="w_metric").value == shown
+
+
+def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_hold_what_differs(page, populated):
+    at = page(populated, "depth", metric="importance_entropy")
+    at.session_state["definition"] = at.session_state["open_differences"] = True
+    at.session_state["menu_differences"] = "Numbers"
+    at = dashboard.settled(at.run())
+    assert "“per head” takes the entropy" in " ".join(t.value for t in at.text)
+    (table,) = (d.value for d in at.dataframe if "low" in d.value)
+    assert not {"p", "metric", "n"} & {*table}, "equal in all rows"
+    assert any(c.value.startswith("Equal in all rows: n 2, ") for c in at.caption)
+
+
 # ---- differences ----
 
 

@@ -13,6 +13,7 @@ from app_pages import address, charts
 from app.widgets import number_columns
 from workbench.errors import WorkbenchError
 from workbench.files import read_json, write_json
+from workbench.places import SHIPPED
 from workbench.runs.records import load_records
 from workbench.views import Link, Source, start
 from workbench.views.base import ONE_SEED
@@ -105,6 +106,13 @@ def test_an_address_opens_the_table_of_grouped_runs_and_the_box_writes_it(page, 
     assert address(at, "group") == "model"
     assert "seed" not in at.dataframe[0].value
     assert "which does not exist; it was ignored" in said(page(populated, show="here", group="models"))
+
+
+def test_shipped_models_are_named_beside_the_table_of_runs(page, populated, tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
+    dashboard.copied(populated / "race-svformer-s0", tmp_path / "race-svformer-s0")
+    named = [e.proto.label for e in page(tmp_path, show="here").main.get("page_link")]
+    assert named == ["ResFormer · s0 (text)", "Transformer · s0 (text)"]
 
 
 def test_groups_of_runs_are_drawn_with_the_interval_over_their_seeds(populated):

@@ -210,7 +210,7 @@ def _runs(link: Link) -> None:
     )
     if source.own() and (ready := [e for e in catalogue.entries if e.shipped and e.steps]):
         with st.container(horizontal=True, vertical_alignment="center", key="shipped_models"):
-            st.markdown("Not in the table, shipped with the project for all pages:", width="content")
+            st.markdown("Shipped models, on all pages and not in the table:", width="content")
             for e in ready:
                 label, icon = f"{run_name(e)} (text)", ":material/radiology:"
                 widgets.page_link("start", label, icon, set=e.group, a=e.name, step=None, show="model")

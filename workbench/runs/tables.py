@@ -127,8 +127,8 @@ def markdown_table(frame: pd.DataFrame) -> str:
 def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
     """Return which columns hold numbers, and the header and rows as text, without columns that have no value."""
     frame = frame.drop(columns=["provenance", "each"], errors="ignore").dropna(axis=1, how="all")
-    frame = frame.set_axis(map(str, frame.columns), axis=1)
-    halves = {mean: c for c in frame if (mean := c.partition(" ± ")[0]) != c and mean in frame}
+    frame = frame.set_axis([str(c) for c in frame.columns], axis=1)
+    halves = {mean: c for c in map(str, frame.columns) if (mean := c.partition(" ± ")[0]) != c and mean in frame}
     numeric, columns = [], []
     for name in frame.columns.drop([*halves.values()]):
         kind = frame[name].dtype
@@ -136,14 +136,13 @@ def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
         numeric.append(pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind))
         if name in halves:
             half = frame[halves[name]].astype("float64").tolist()
-            decimals = max((1 - math.floor(math.log10(h)) for h in half if h > 0), default=3)
+            decimals = max((1 - math.floor(math.log10(h)) for h in half if 0 < h < math.inf), default=3)
             cells = [_mean_and_half(mean, h, max(0, decimals)) for mean, h in zip(values, half, strict=True)]
             columns.append([halves[name], *cells])
             continue
-        decimals = _decimals([x for x in values if x]) if pd.api.types.is_float_dtype(kind) else None
-        even = decimals is not None
-        columns.append([name, *(f"{x:.{decimals}f}" if even and x == x else _cell(x) for x in values)])
-    return numeric, [list(row) for row in zip(*columns, strict=True)]
+        even = _decimals([x for x in values if x]) if pd.api.types.is_float_dtype(kind) else None
+        columns.append([name, *(f"{x:.{even}f}" if even is not None and x == x else _cell(x) for x in values)])
+    return numeric, [list(row) for row in zip(*columns, strict=True)] or [[]]
 
 
 def _mean_and_half(mean: float, half: float, decimals: int) -> str:
