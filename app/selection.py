@@ -100,20 +100,15 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
         alike.setdefault((names[group], shapes[group], shipped[group]), []).append(group)
 
     def words(group: str) -> str:
-        """The study, what differs from others of the same content and shape, the shape, the content, and the counts."""
+        """The study, what differs from others of the same content and shape, the content and shape, and the counts."""
         runs, folder = groups[group], Path(groups[group][0].path).parent
         counts = {"model": len({e.series for e in runs}), "seed": len({e.seed for e in runs})}
         same = [apart[other].split(", ") for other in alike[names[group], shapes[group], shipped[group]]]
         more = [part for part in apart[group].split(", ") if any(part not in others for others in same)]
-        study = folder.name if is_study(folder) else ""
-        parts = (
-            study,
-            *more,
-            shapes[group],
-            names[group],
-            *(f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()),
-        )
-        return ", ".join(filter(None, parts))
+        numbers = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()]
+        if is_study(folder):  # whose name says what its data are
+            return ", ".join(filter(None, (folder.name, *more, shapes[group], names[group], *numbers)))
+        return ", ".join(filter(None, (*more, names[group], shapes[group], *numbers)))
 
     group = str(widgets.choose(
         "Experiment", "set", list(groups), default, show=words, width=EXPERIMENT_PX,

@@ -69,6 +69,12 @@ def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, p
     assert dashboard.settled(at.run()).selectbox(key="w_metric").value == shown
 
 
+def test_experiments_of_a_study_are_named_by_what_differs_first(page, tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
+    names = [name for name in page(tmp_path, "training").selectbox(key="w_set").options if name.startswith("losses,")]
+    assert len(names) == len({name[:20] for name in names}) == 3, "those of one content and shape differ in the rate"
+
+
 def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_hold_what_differs(page, populated):
     at = page(populated, "depth", metric="importance_entropy")
     at.session_state["definition"] = at.session_state["open_differences"] = True
