@@ -29,7 +29,7 @@ from workbench.views.base import View, timelapse
 from workbench.views.follow import number
 from workbench.views.measures import Measure
 from workbench.views.source import OF_PROMPTS, checkpoint_key
-from workbench.views.writing import caption_of, picture
+from workbench.views.writing import COLUMN, PAGE, caption_of, fits, picture
 
 from . import background, widgets
 from .cached_source import cached_source
@@ -45,7 +45,7 @@ NUMBERS = ("value", "low", "high", "p, adjusted", "p, raw", "n", "significant")
 LAST = ("comparison", "run", "seeds", "each")
 """Columns of the table of numbers: the first ones, those after them, and the last ones, which repeat others or are long."""
 P_VALUES = {"p": "p, adjusted", "p_unadjusted": "p, raw"}
-WIDTHS = {"Single column": 600, "Double column": 1000}  # pixels of pictures for a paper
+WIDTHS = {f"Single column ({COLUMN} mm)": COLUMN, f"Double column ({PAGE} mm)": PAGE}
 CHIP = re.compile(r"T = [\d, ]+|n = [\d to]+ documents|[\d to]+ seeds?( per model)?")
 SETTING, PALE = re.compile(r"\d+(?: to \d+)? seeds? of \d+ models?, "), re.compile("pale bars")
 """Parts of a subtitle that the page says elsewhere: the setting of a verdict, and bars where there are single numbers."""
@@ -380,14 +380,18 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
     def image(ending: str, ground: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             out, caption = Path(folder) / f"figure.{ending}", caption_of(cached_source(), link)
-            return picture(drawing.figure, out, background=ground, caption=caption, width=WIDTHS[width]).read_bytes()
+            return picture(drawing.figure, out, background=ground, caption=caption, mm=WIDTHS[width]).read_bytes()
 
     def page() -> str:
         return plots.html(drawing.figure, whole=True)
 
-    no_browser, widths = find_browser() is None, list(WIDTHS)
+    no_browser, widths = find_browser() is None, [w for w, mm in WIDTHS.items() if fits(drawing.figure, mm)]
     key = f"width_{name}"
-    width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[1], required=True, key=key))
+    width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[-1], required=True, key=key))
+    if len(widths) < len(WIDTHS):
+        st.caption("The panels of this figure do not fit into a single column.")
+    ending_of = "_".join(re.sub(r"[^\w.-]+", "-", str(link.text(k)))[:40] for k in ("set", "a", "b") if link.text(k))
+    file = f"{name}_{ending_of}".strip("_")
     buttons: list[tuple[str, str, str, str, Callable[[], bytes | str]]] = [
         ("SVG", "shape_line", "svg", "image/svg+xml", lambda: image("svg", "white")),
         ("PNG", "image", "png", "image/png", lambda: image("png", "white")),
@@ -398,7 +402,7 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
         for label, icon, ending, kind, make in buttons:
             off = no_browser and kind.startswith("image")
             st.download_button(
-                label, make, f"{name}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off, type="tertiary",
+                label, make, f"{file}.{ending}", kind, key=f"{label}_{name}", on_click="ignore", disabled=off, type="tertiary",
                 icon=f":material/{icon}:", help=NO_BROWSER if off else None,
             )  # fmt: skip
-        widgets.table_buttons(plots.table(drawing.table), name)
+        widgets.table_buttons(plots.table(drawing.table), file)

@@ -7,6 +7,7 @@ import subprocess
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 
 from app.widgets import LONG, typeset
@@ -15,13 +16,14 @@ from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
+from workbench.plots.style import at_least
 from workbench.runs.records import load_records, provenance, records
 from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of
 from workbench.views.base import timelapse, views_of
 from workbench.views.depth import layers
 from workbench.views.differences import moved_measures
-from workbench.views.writing import write
+from workbench.views.writing import COLUMN, PAGE, fits, picture, write
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +296,24 @@ def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
     assert svg.startswith("<svg")
     assert "Sink mass" in svg
     assert write(ask, link, tmp_path / "v.png", only="layers")[0].read_bytes()[:4] == b"\x89PNG"
+    drawing = layers(ask, link)
+    for mm in (COLUMN, PAGE):
+        picture(drawing.figure, tmp_path / "v.svg", mm=mm)
+        svg = re.sub("<style>.*?</style>", "", (tmp_path / "v.svg").read_text(), flags=re.DOTALL)
+        assert f'width="{mm}mm"' in svg[:300]
+        (pixels,) = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ', svg[:400]))
+        points = [float(size) * mm / pixels * 72 / 25.4 for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+        assert 7 <= min(points) <= max(points) < 9
+        png = picture(drawing.figure, tmp_path / "v.png", mm=mm).read_bytes()
+        across, per_metre = (int.from_bytes(png[at : at + 4]) for at in (16, png.index(b"pHYs") + 4))
+        assert across / per_metre * 1000 == pytest.approx(mm, abs=0.1)
+
+
+def test_a_figure_whose_panels_need_two_columns_is_not_squeezed_into_one(tmp_path):
+    wide = plots.dressed(at_least(go.Figure().add_scatter(x=[1], y=[1]), 600), "Two panels", "", 300)
+    assert [fits(wide, mm) for mm in (COLUMN, PAGE)] == [False, True]
+    with pytest.raises(WorkbenchError, match=f"choose {PAGE} mm"):
+        picture(wide, tmp_path / "v.svg", mm=COLUMN)
 
 
 def test_shipped_models_stand_beside_own_runs_on_symbols(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from workbench.plots.experiments import (
 )
 from workbench.plots.flow import HEADS, DrawnPath, Strand, value_path
 from workbench.plots.grids import Grid, grid_table, grids, unique
-from workbench.plots.page import CONFIG, alt_text, fitted_maps, html, paper, paper_page, table
+from workbench.plots.page import CONFIG, PX_PER_MM, alt_text, fitted_maps, html, paper, paper_page, printed, table
 from workbench.plots.published import budget_figure, coefficients_by_layer
 from workbench.plots.records import FORMS, SPREADS, form_of, plot
 from workbench.plots.style import (
@@ -43,12 +43,13 @@ from workbench.plots.style import (
 from workbench.plots.training import coefficients_figure, gradient_map, pace_figure, relative_to_baseline
 
 __all__ = [
-    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation", "against_loss_figure",
+    "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "PX_PER_MM", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation",
+    "against_loss_figure",
     "alt_text", "attention_map_figure", "attention_pair", "beside", "budget_figure", "coefficients_by_layer",
     "coefficients_figure", "colour", "compared",
     "concentration_figure", "difference", "dressed", "fitted_maps", "form_of", "formation_table", "gradient_map", "grid_table", "grids",
     "html", "intervals", "label", "layer_differences", "narrow", "next_tokens_figure", "ordered", "pace_figure", "paper", "paper_page",
-    "plot", "positions_of",
+    "plot", "positions_of", "printed",
     "race_figure",
     "reading_direction", "relative_to_baseline", "sinks_figure", "site", "subtitle", "symbol", "table", "timelapse_figure",
     "unique", "untitled", "value_path", "verdicts_figure",

@@ -9,10 +9,12 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import urllib.parse
+import zlib
 from pathlib import Path
 
 from workbench.environment import BROWSER, PLAYWRIGHT, variable
@@ -32,6 +34,7 @@ PLACES = (
 )
 SECONDS = 60
 SCALES = {"svg": 1, "png": 3}
+PRINTED_SCALE = 6  # pixels of a PNG per pixel of a figure with a size in mm: 677 dpi
 FONT = "Source Sans"
 
 
@@ -74,15 +77,19 @@ def font_face() -> str:
     )
 
 
-def save_figure(page: str, out: Path, *, width: int, height: int, face: str = "") -> Path:
+def save_figure(page: str, out: Path, *, width: int, height: int, face: str = "", mm: float | None = None) -> Path:
     """Write the first plotly figure of an HTML page as .svg, or as .png at three times the resolution; returns `out`.
 
-    `face`: CSS of `font_face`, for a figure whose texts are in `FONT`.
+    Args:
+        width: Pixels of the drawing; `height` too.
+        face: CSS of `font_face`, for a figure whose texts are in `FONT`.
+        mm: Width on paper. An SVG has its size in mm, a PNG its pixels per metre. None: pixels alone.
     """
     browser, kind = _found(), out.suffix[1:]
     with tempfile.TemporaryDirectory() as folder, replacing(out) as part:
         inside = Path(folder) / "page.html"
-        values = FONT, width, height, "true" if kind == "png" else "false", width, height, SCALES[kind]
+        scale = SCALES[kind] if mm is None else PRINTED_SCALE
+        values = FONT, width, height, "true" if kind == "png" else "false", width, height, scale
         script = f"<style id='face'>{face}</style><script>{_TO_IMAGE % values}</script></body>"
         inside.write_text(page.replace("</body>", script), encoding="utf-8")
         process = _run(browser, folder, inside, "--dump-dom")
@@ -90,8 +97,23 @@ def save_figure(page: str, out: Path, *, width: int, height: int, face: str = ""
         if image is None:
             raise _refusal(process, "figure")
         data = html.unescape(image[1])
-        part.write_bytes(base64.b64decode(data) if kind == "png" else urllib.parse.unquote(data).encode())
+        if kind == "png":
+            image_file = base64.b64decode(data)
+            part.write_bytes(image_file if mm is None else _with_resolution(image_file, width * scale / mm * 1000))
+        else:
+            text = urllib.parse.unquote(data)
+            size = f'width="{width}" height="{height}"'
+            text = (
+                text if mm is None else text.replace(size, f'width="{mm:g}mm" height="{height * mm / width:.6g}mm"', 1)
+            )
+            part.write_text(text, encoding="utf-8")
     return out
+
+
+def _with_resolution(png: bytes, per_metre: float) -> bytes:
+    """A PNG with its pixels per metre, in a chunk after the header (8 bytes of signature, 25 of header)."""
+    chunk = b"pHYs" + struct.pack(">IIB", round(per_metre), round(per_metre), 1)
+    return png[:33] + struct.pack(">I", 9) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
 
 
 _TO_IMAGE = """

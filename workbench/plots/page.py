@@ -19,6 +19,8 @@ from workbench.plots.style import INK, LINE, narrow, plain, titled, untitled, wr
 
 COLOUR_BAR, AROUND_MAP = 70, 90  # pixels beside square maps, and around each row of them
 LETTERS = 125  # of a line of a subtitle in a figure of full width
+PX_PER_MM = 4.44  # of a printed figure: 11 pixels are 7 pt
+TEXT, TITLE, THINNER = 11, 13, 0.75  # of a printed figure: pixels of texts and of the title, share of lines and markers
 CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 MAX_ROWS = 500  # of a table in a page
 STYLE = f"""
@@ -179,6 +181,34 @@ def paper(figure: go.Figure, background: str = "white", caption: str = "", lette
         room = LINE * (under.count("<br>") - before.count("<br>"))
         margin, height = drawn.layout.margin.t + room, drawn.layout.height + room
         drawn.update_layout(title_subtitle_text=under, height=height, margin_t=margin)
+    return drawn
+
+
+def printed(figure: go.Figure, width: int) -> go.Figure:
+    """Return a figure for `width` pixels on paper: texts of one size, thinner lines, smaller markers, the legend under the figure."""
+
+    def resize(part: Any) -> None:
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, (dict, list, tuple)):
+                resize(value)
+            if key in ("font", "tickfont", "textfont") and isinstance(value, dict):
+                value["size"] = TEXT
+
+    content = figure.to_plotly_json()
+    resize(content)
+    drawn = go.Figure(content)
+    layout, lines = drawn.layout, wrapped(str(drawn.layout.title.text or ""), int(width / 6.6))
+    layout.height += LINE * lines.count("<br>")
+    layout.margin.t += LINE * lines.count("<br>")
+    layout.title.text, layout.title.font.size, layout.font.size = lines, TITLE, TEXT
+    layout.margin.l, layout.margin.r = 50, 12
+    drawn.update_xaxes(title_font_size=TEXT, tickfont_size=TEXT).update_yaxes(title_font_size=TEXT, tickfont_size=TEXT)
+    drawn.update_coloraxes(colorbar_title_font_size=TEXT)
+    for trace in drawn.select_traces("scatter"):
+        trace.line.width = THINNER * (2 if trace.line.width is None else trace.line.width)
+        trace.marker.size = np.multiply(THINNER, 6 if trace.marker.size is None else trace.marker.size)
+    for shape in layout.shapes:
+        shape.line.width = THINNER * (2 if shape.line.width is None else shape.line.width)
     return drawn
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.views.source import Source
 
 WIDTH, PROMPT = 1000, 60  # pixels, characters of a prompt
+COLUMN, PAGE = 85, 175  # millimetres of a column of a journal, and of both
 PROMPTED = ("attention", "prompt", "intervene")
 """Pages about one prompt."""
 
@@ -104,16 +105,34 @@ def caption_of(source: Source, link: Link) -> str:
     return "; ".join(words)
 
 
-def picture(drawn: go.Figure, out: Path, *, background: str = "white", caption: str = "", width: int = WIDTH) -> Path:
-    """Write a figure as .svg, or as .png at three times its size (`width` pixels), in the light theme on `background` (CSS)."""
-    model, _, rest = caption.partition("; ")
-    caption = rest if rest and model in plots.alt_text(drawn) else caption  # the subtitle names it
-    face = font_face()
-    figure = plots.paper(drawn, background, caption, letters=width // 8)
+def fits(figure: go.Figure, mm: int) -> bool:
+    """Return True if the panels of a figure fit into a width on paper; the widest takes all figures."""
+    return mm >= PAGE or (figure.layout.meta or {}).get("least", 0) <= mm * plots.PX_PER_MM
+
+
+def picture(
+    drawn: go.Figure, out: Path, *, background: str = "white", caption: str = "", mm: int | None = None
+) -> Path:
+    """Write a figure as .svg or .png in the light theme on `background` (CSS), without words of `caption` that it has.
+
+    `mm`: width on paper, with texts of 7 pt; raises `WorkbenchError` if the figure needs more. None: `WIDTH` pixels.
+    """
+    said, face, width = plots.alt_text(drawn), font_face(), WIDTH if mm is None else round(mm * plots.PX_PER_MM)
+    if mm is not None and not fits(drawn, mm):
+        raise WorkbenchError(f"the panels of this figure do not fit into {mm} mm; choose {PAGE} mm")
+    words = []
+    for part in caption.split("; "):
+        title, _, rate = part.partition(", rate ")
+        words.append(part if title not in said else f"rate {rate}" if rate else "")
+    caption = "; ".join(filter(None, words))
+    figure = plots.paper(drawn, background, caption, letters=width // 8 if mm is None else min(120, int(width / 5.6)))
+    if mm is not None:
+        figure = plots.printed(figure, width)
     if face:
         figure.update_layout(font_family=f"'{FONT}', sans-serif")
     figure = plots.fitted_maps(figure, width)
-    return save_figure(plots.paper_page(figure), out, width=width, height=int(figure.layout.height or 500), face=face)
+    height = int(figure.layout.height or 500)
+    return save_figure(plots.paper_page(figure), out, width=width, height=height, face=face, mm=mm)
 
 
 def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str) -> None:
@@ -121,7 +140,7 @@ def _picture(made: dict[str, Drawing], out: Path, _: str, __: str, caption: str)
         raise WorkbenchError(
             f"{out.name} holds one figure and this page has {len(made)}: choose with --only {' | '.join(made)}"
         )
-    picture(next(iter(made.values())).figure, out, caption=caption)
+    picture(next(iter(made.values())).figure, out, caption=caption, mm=PAGE)
 
 
 def _text(made: dict[str, Drawing], out: Path, *_: str) -> None:
