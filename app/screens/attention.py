@@ -24,9 +24,10 @@ ABOUT = (
     "spreads its attention. Neither few keys nor a sink is a fault."
 )
 SCORE = (
-    "The score of a query and a key, before the softmax, is a sum: each part of the query's stream (rows) times each part of the key's "
-    "stream (columns). A large positive cell raises this attention weight. The softmax reads only differences of scores, so the mean "
-    "score of the query's other keys is subtracted. The difference of two keys is the log ratio of their weights."
+    "The score of a query and a key is a logit: the number before the softmax over keys. It is a sum: each part of the query's stream "
+    "(rows) times each part of the key's stream (columns). A large positive cell raises this attention weight. The softmax reads only "
+    "differences of scores, so the mean score of the query's other keys is subtracted. The difference of two keys is the log ratio of "
+    "their weights."
 )
 PATH = (
     "One token's way through this head. Left: the parts of its key that make the score. Right: what its value adds to the logit of a token "
@@ -57,18 +58,21 @@ def attention_page(link: Link) -> None:
     with strip:
         token_strip.draw_token_strip(
             choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=("key", "against", "target"),
-            colours=attention.per_token(patterns[0]), unit="received" if choice.lock is None else "of its attention",
+            colours=attention.per_token(patterns[0]),
+            unit="received" if choice.lock is None else f"from token {choice.lock}",
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
     element.draw_attention(choice, patterns, f"Attention: {caption}")
+    _chosen_head(choice, patterns)
     if note := attention.unrelated(choice):
         st.caption(note)
     if choice.lock is not None:
         _score(link, choice)
     else:
-        query, key = attention.cell(source, link)
-        why = f"Why it looks there: parts of the score, from token {query} to token {key}"
-        widgets.page_link("attention", why, ":material/functions:", lock=str(query), key=str(key))
+        looks = attention.query_of_the_first(source, link)
+        for (query, key), what in ((attention.cell(source, link), ""), ((looks, 0), ", the first token")):
+            why = f"Parts of the score from token {query} to token {key}{what}"
+            widgets.page_link("attention", why, ":material/functions:", lock=str(query), key=str(key))
     panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
     if panel.open:  # its value paths at the query token (else the last token), and its measures over training
         head = {"layer": choice.layer, "head": choice.head}
@@ -97,10 +101,28 @@ def attention_page(link: Link) -> None:
     files(FIGURES, link)
 
 
+def _chosen_head(choice: attention.Choice, patterns: list[attention.Seen]) -> None:
+    """Say whether a head is a sink, by which rule the page chose its head, and when a new text has changed it."""
+    words, head = [attention.strongest_sink(s) for s in patterns], f"layer {choice.layer}, head {choice.head}"
+    if not {"layer", "head"} & set(st.query_params):
+        place, before = (choice.subjects[0].entry.path, choice.text), st.session_state.get("opened_head")
+        words.append("The page opens on the head with the most attention to the first token at the last checkpoint")
+        if before and before[0][0] == place[0] and before[0][1] != place[1] and before[1] != head:
+            words.append(f"With the new text this is {head}, no longer {before[1]}")
+            st.session_state["new_head"] = place, words[-1]
+        elif st.session_state.get("new_head", (None, ""))[0] == place:
+            words.append(st.session_state["new_head"][1])
+        st.session_state["opened_head"] = place, head
+    st.caption(widgets.typeset(". ".join(words) + "."))
+
+
 def _score(link: Link, choice: attention.Choice) -> None:
     """Draw the parts of the score of the selected query and a key token."""
     query, key = attention.cell(cached_source(), link)
     names = {i: f"{i}: {choice.tokens[0][i]}" for i in range(query + 1)}
+    if key:
+        words = f"From token {query} to the first token"
+        widgets.page_link("attention", words, ":material/first_page:", lock=str(query), key="0", against=None)
     with toolbar("score"):
         key = widgets.choose(KEY, "key", list(names), key, show=names.__getitem__, width=150)
         others = attention.AGAINST | {str(i): name for i, name in names.items() if i != key}

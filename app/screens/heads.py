@@ -55,9 +55,11 @@ def heads_page(link: Link) -> None:
                 _take_head(link, table.iloc[point.at[0]])
 
         show(heads.ranking, link, take=take)
+        named = "attention to the first token" if link.text("metric") == "sink_mass" else "value"
         widgets.row_table(
             f"all_heads_{link.text('metric')}_{link.text('variant')}",
-            table[list(COLUMNS)].rename(columns=COLUMNS).dropna(axis=1, how="all"), heads.is_picked(table, picked), table,
+            table[list(COLUMNS)].rename(columns=COLUMNS | {"value": named}).dropna(axis=1, how="all"),
+            heads.is_picked(table, picked), table,
             lambda row: _take_head(link, row), "Ranking of all heads",
         )  # fmt: skip
     with right:

@@ -15,6 +15,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
 from workbench.plots.grids import safe, signed
 from workbench.plots.style import at_least
+from workbench.statistics.sinks import SINK_MASS
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
 from workbench.views.positions import path_in_words, quoted, short
@@ -103,7 +104,7 @@ def attention_options(source: Source, link: Link) -> Choice:
         for key, count in (("layer", layers), ("head", heads))
     )
     if layer is None or head is None:
-        layer, head = _most_concentrated(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
+        layer, head = _most_to_the_first(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
     branches = _branches(source, subjects[0], text, layer)
     branch = None if link.text("branch") is None else link.choice("branch", branches, kind="set of keys")
     lock, key, scale = link.whole("lock"), link.whole("key"), "root" if T > LINEAR else "brightest"
@@ -171,11 +172,11 @@ def _overview(source: Source, subjects: list[RunAtStep], text: str, pool: prompt
     )  # fmt: skip
 
 
-def _most_concentrated(
+def _most_to_the_first(
     source: Source, subjects: list[RunAtStep], text: str, pool: prompts.Pool, there: tuple[range, range],
     asked: tuple[int | None, int | None],
 ) -> tuple[int, int]:  # fmt: skip
-    """The head with the least entropy in the prompt, of the layer or head that is asked for; of equal ones the weaker sink.
+    """The head with the most attention to the first token of the prompt, of the layer or head that is asked for.
 
     It is read off model A's last checkpoint, so that the default is one head at all steps.
     """
@@ -184,7 +185,7 @@ def _most_concentrated(
         overview = _overview(source, [replace(a, step=a.entry.steps[-1]), *subjects[1:]], text, pool, 0)
     except WorkbenchError:  # the last checkpoint cannot be opened; the selected one may
         overview = _overview(source, subjects, text, pool, 0)
-    heads = overview.statistics.sort_values(["normalised_entropy", "sink_mass", "layer", "head"])
+    heads = overview.statistics.sort_values(["sink_mass", "layer", "head"], ascending=[False, True, True])
     for name, count, given in zip(("layer", "head"), there, asked, strict=True):
         heads = heads[heads[name].isin(count if given is None else [given])]
     return int(heads["layer"].iloc[0]), int(heads["head"].iloc[0])
@@ -238,6 +239,18 @@ def where(choice: Choice, patterns: list[Seen]) -> str:
     return f"{alone}layer {choice.layer}, head {choice.head}{of}; {cell_words(choice, patterns)}"
 
 
+def strongest_sink(seen: Seen) -> str:
+    """The head with the most attention to the first token, and whether it is a sink."""
+    rows, even = seen.overview.statistics, seen.overview.uniform["sink_mass"]
+    first = rows.loc[rows["sink_mass"].idxmax()]
+    mass = first["sink_mass"]
+    kind = f"a sink (above {SINK_MASS})" if mass > SINK_MASS else f"no sink, which needs more than {SINK_MASS}"
+    return (
+        f"{seen.subject.title}: most attention to the first token in layer {int(first['layer'])}, head {int(first['head'])}: "
+        f"{mass:.3g}, {kind}; uniform attention {even:.3g}"
+    )
+
+
 def unrelated(choice: Choice) -> str:
     """A warning if heads of two runs are subtracted by their numbers; empty otherwise."""
     return UNRELATED if len({s.entry.path for s in choice.subjects}) > 1 and choice.alike else ""
@@ -273,13 +286,7 @@ def overview(source: Source, link: Link) -> Drawing:
     figure = figures.tiles(parts, top, root=choice.scale == "root", minus=alike)
     if choice.scale == "head":
         figure.update_layout(coloraxis_colorbar_title_text="of the head's largest")
-    strongest = []
-    for s in patterns:
-        sinkiest = s.overview.statistics.sort_values("sink_mass").iloc[-1]
-        strongest.append(
-            f"{s.subject.title}: strongest sink in layer {int(sinkiest['layer'])}, head {int(sinkiest['head'])} "
-            f"(mass {sinkiest['sink_mass']:.2f}; uniform attention {s.overview.uniform['sink_mass']:.2f})"
-        )
+    strongest = [strongest_sink(s) for s in patterns]
     frames = []  # a row for each cell on and below the diagonal of a head's map
     for title, tiles in parts:
         row, column = np.tril_indices(tiles.shape[-1])
@@ -361,6 +368,13 @@ def cell(source: Source, link: Link) -> tuple[int, int]:
     return query, row.keys[int(row.weights[0].argmax())]
 
 
+def query_of_the_first(source: Source, link: Link) -> int:
+    """The query after the first whose weight on the first token is largest."""
+    choice = attention_options(source, link)
+    column = _window(source, replace(choice, branch=None), 0, (0, choice.length), (0, 1), "max")
+    return column.queries[1 + int(column.weights[1:, 0].argmax())] if len(column.weights) > 1 else 0
+
+
 OTHERS, NONE = "others", "none"
 AGAINST = {OTHERS: "mean of the other keys", NONE: "nothing"}
 """What is subtracted from a score, besides another key."""
@@ -402,8 +416,9 @@ def score(source: Source, link: Link) -> Drawing:
     parts = [(title, _parts_grid(matrix, top, written=alone)) for title, matrix in matrices]
     figure = plots.grids(
         parts, "Score attribution",
-        f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query (row) times part of the key (column); norms fixed",
-    ).update_layout(coloraxis_showscale=not alone)  # fmt: skip
+        f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query (row) times part of the key (column); norms fixed; "
+        "unit: logits of the softmax over keys",
+    )  # fmt: skip
     if not alone:  # a narrow window stacks the maps, whose titles follow one another closely
         figure = at_least(figure.update_xaxes(title_text=""), PANEL_PX * (len(parts) + 1))
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
@@ -424,9 +439,12 @@ def _parts_grid(matrix: pd.DataFrame, top: float, *, written: bool) -> plots.Gri
     """A map of parts, colours from -top to top, with the sums of rows and columns; numbers are written into the only map."""
     cells = np.vstack([matrix.to_numpy(), matrix.sum()])
     cells = np.hstack([cells, cells.sum(1, keepdims=True)])
+    colours = cells.copy()
+    if written:  # sums exceed the colours of the parts
+        colours[-1], colours[:, -1] = np.nan, np.nan
     rows, columns = ([*map(prompts.part_in_words, axis), "sum"] for axis in matrix.axes)
     return plots.Grid(
-        cells, rows, columns, "score", "part of the query", "part of the key", span=(-top, top), upward=False,
+        colours, rows, columns, "score (logits)", "part of the query", "part of the key", span=(-top, top), upward=False,
         texts=signed(cells) if written else None,
     )  # fmt: skip
 

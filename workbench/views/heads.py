@@ -239,6 +239,8 @@ def _sentence(source: Source, link: Link, table: pd.DataFrame, selected: HeadOpt
     runs, models = table["run"].nunique(), table["architecture"].nunique()
     of = f"{models} model{'s' if models > 1 else ''}" + (f" in {runs} runs" if runs > models else "")
     value = f"{first['name']} with {first['value']:.3g} {first['unit']}"
+    if selected.metric == "sink_mass" and selected.end == "highest" and first["value"] <= SINK_MASS:
+        value += f" (no sink, which needs more than {SINK_MASS})"
     asked = len(_runs(source, link))
     absent = 0 if link.on("compare") else asked - runs
     left = f" No records of {absent} of the {asked} runs." if absent else ""
