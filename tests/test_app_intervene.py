@@ -39,3 +39,33 @@ def test_a_prompt_longer_than_what_the_model_was_trained_on_is_cautioned(browse,
     for words, cautioned in ((trained // 4, False), (trained + 1, True)):
         at = browse(populated, "intervene", a="text-resformer-s0", prompt="q " * words)
         assert (f"trained on {trained}:" in said(at)) == cautioned
+
+
+def test_a_coefficient_edit_says_that_the_own_weight_stays_and_sets_it_to_one_if_asked(browse, populated):
+    at = browse(populated, "intervene", a="text-resformer-s0", kind="coefficient:value=0")
+    at.multiselect(key="edit_layers").set_value([1]).run()
+    assert "This edit sets λ to a number" in said(at)
+    assert "The own weight w stays 0.5" in said(at)
+    at.button(key="edit_own").click().run()
+    assert not at.exception
+    edits = at.query_params["edits"]
+    both = "coefficient:layer=1,value=0;coefficient:layer=1,source=own,value=1"
+    assert edits in (both, [both])
+
+
+def test_a_sweep_keeps_the_edit_from_which_it_is_opened(browse, populated):
+    at = browse(populated, "intervene", a="text-resformer-s0", kind="coefficient:value=0")
+    at.multiselect(key="edit_layers").set_value([1]).run()
+    at.slider(key="edit_value").set_value(0.3).run()
+    at.button_group(key="w_show").set_value("sweep").run()
+    assert at.selectbox(key="w_sweep").value == "coefficient:value=0.3"
+    assert not at.exception
+    at.button_group(key="w_show").set_value("effect").run()
+    assert at.multiselect(key="edit_layers").value == [1]
+
+
+def test_symbols_are_not_offered_examples_of_text(browse, populated):
+    at = browse(populated, "intervene", a="text-resformer-s0", show="patching")
+    assert any("Use “" in b.label for b in at.button)
+    at = browse(populated, "intervene", a="race-svformer-s0", show="patching")
+    assert not any("Use “" in b.label for b in at.button)

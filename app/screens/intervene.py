@@ -10,6 +10,8 @@ from workbench.data.examples import examples
 from workbench.places import module
 from workbench.runs.catalogue import Entry
 from workbench.views import Link, intervene
+from workbench.views.source import IDS, LETTERS
+from workbench.views.source import example as example_of
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -27,7 +29,7 @@ ABOUT = (
 )
 GRAMMAR = (
     "For instance values:layer=2..3,how=zero or coefficient:layer=1,value=0;sink:layer=2,head=0/1. "
-    "Layers and heads count from 0; none means all."
+    "Layers and heads count from 0. Without layer= an edit acts on all layers."
 )
 PATCHING = (
     "One activation at a time is copied from the run on the first text into the run on the second. Where the first text's answer "
@@ -38,10 +40,19 @@ POSITION = "Patched position"
 EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of controls
 PARTS = {"effect": "Edits", "sweep": "Sweep", "patching": "Patching"}
 MAX_NOW = 6  # trained coefficients that are named
+FORMULAS = {
+    "values:site=arriving,how=zero": "A mixed value is w·V + λ·V₁. This edit sets the other layers' values V₁ to 0; w and λ stay.",
+    "coefficient:value=0": "A mixed value is w·V + λ·V₁. This edit sets λ to a number; the own weight w and the values V₁ stay.",
+}  # fmt: skip
+"""What an edit of the value shortcut does to a mixed value."""
+STATE = ("edit_layers", "edit_heads", "edit_value")
 UNTOUCHED = 0.0  # the coefficient before its slider is moved
 
 
 def intervene_page(link: Link) -> None:
+    for key in STATE:  # Streamlit forgets boxes that a part does not draw
+        if key in st.session_state:
+            st.session_state[key] = st.session_state[key]
     with controls():
         shown = widgets.segments("Part", "show", list(PARTS), show=PARTS.__getitem__)
     left, right = st.columns([2, 5], gap="medium")
@@ -55,8 +66,10 @@ def intervene_page(link: Link) -> None:
         elif shown == "sweep":
             show(intervene.sweep, link, long="Editing one place at a time")
         elif not link.text("other"):
-            st.info(f"Enter a second text of as many tokens and another answer, or use an example. {PATCHING}")
-            for example in (e for e in examples() if e.other):
+            st.info(f"Enter a second text of as many tokens and another answer. {PATCHING}")
+            entry = cached_source().subjects(link)[0].entry
+            is_text = not LETTERS.get(entry.kind, 0) and example_of(entry) != IDS
+            for example in (e for e in examples() if e.other and is_text):
                 name = f"Use “{example.phenomenon}”"
                 st.button(name, on_click=take_example, args=(example,), icon=":material/lightbulb:")
         elif link.text("against") is not None:  # else the reason stands beside the texts
@@ -86,26 +99,23 @@ def _edit_controls(link: Link) -> Link:
     entry: Entry = cached_source().subjects(link)[0].entry
     names = intervene.kinds()
     kind = widgets.choose("Edit", "kind", _kinds(link, names), intervene.KIND, show=names.__getitem__)
+    if kind in FORMULAS:
+        st.caption(FORMULAS[kind])
     first, second = st.columns(2)
-    first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all")
+    first.multiselect("Layers", list(range(entry.n_layers)), key="edit_layers", placeholder="all layers")
     no_heads = not intervene.has_heads(kind)
-    second.multiselect("Heads", list(range(entry.n_heads)), key="edit_heads", disabled=no_heads, placeholder="all")
+    second.multiselect(
+        "Heads", list(range(entry.n_heads)), key="edit_heads", disabled=no_heads, placeholder="all heads"
+    )
     if kind.startswith("coefficient"):
-        st.slider(
-            "Coefficient",
-            -2.0,
-            2.0,
-            UNTOUCHED,
-            0.1,
-            key="edit_value",
-            help="Per layer; the value path's without the own part",
-        )
+        st.slider("Coefficient", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
         trained = intervene.trained_coefficients(cached_source(), link, kind)
-        layers = st.session_state["edit_layers"] or [n for n, _ in trained]
-        now = [f"λ{n} now {value:.3g}" for n, value in trained if n in layers]
+        layers = st.session_state["edit_layers"] or [n for _, n, _ in trained]
+        now = [f"λ{n} now {value:.3g}" for of, n, value in trained if n in layers and of != "own"]
         st.caption(
             ", ".join(now[:MAX_NOW]) + (" …" if len(now) > MAX_NOW else "") or "No such coefficient in these layers."
         )
+        _own_weight(kind, sorted({value for of, n, value in trained if n in layers and of == "own"}))
     edit = _selected()
     first, second = st.columns(2)
     first.button("Apply", key="edit_set", help=f"Only this edit: {edit}", on_click=_apply, width="stretch")
@@ -121,6 +131,19 @@ def _edit_controls(link: Link) -> Link:
     return _second_text(link.but(edits=edits), intervene.takes_from_second(edits))
 
 
+def _own_weight(kind: str, weights: list[float]) -> None:
+    """Say that the own weight stays where it is not 1, which scales the values too, and offer to set it to 1."""
+    if kind != "coefficient:value=0" or not weights or weights == [1.0]:
+        return
+    w = f"{weights[0]:.3g}" if len(weights) == 1 else f"{weights[0]:.3g} to {weights[-1]:.3g}"
+    st.caption(
+        f"The own weight w stays {w}. With λ = 0 the value is also scaled by {w}, which changes the loss by itself."
+    )
+    own = intervene.edit_text("coefficient:source=own", st.session_state["edit_layers"], [], 1.0)
+    help_ = f"Two edits: {_selected()} and {own}"
+    st.button("Apply, with own weight 1", key="edit_own", help=help_, on_click=_apply, kwargs={"more": own})
+
+
 def _selected() -> str:
     """The edit in the boxes; a click may come before the page has drawn the new boxes."""
     state = st.session_state
@@ -130,8 +153,8 @@ def _selected() -> str:
     return intervene.edit_text(kind, state["edit_layers"], heads, value)
 
 
-def _apply(add: bool = False) -> None:
-    edit, before = _selected(), st.query_params.get("edits", "") if add else ""
+def _apply(add: bool = False, more: str = "") -> None:
+    edit, before = _selected() + (f";{more}" if more else ""), st.query_params.get("edits", "") if add else ""
     st.query_params["edits"] = f"{before};{edit}" if before else edit
 
 
@@ -148,8 +171,16 @@ def _effect(link: Link) -> None:
 
 
 def _sweep_controls(link: Link) -> Link:
-    names = intervene.sweeps()
-    kind = widgets.choose("Edit", "sweep", _kinds(link, names), intervene.KIND, show=names.__getitem__)
+    names, state = dict(intervene.sweeps()), st.session_state
+    edits, preset = st.query_params.get("edits", ""), st.query_params.get("kind")
+    value = state.get("edit_value", UNTOUCHED) if (preset or "").startswith("coefficient") else None
+    opened = edits.split(";")[0] or (preset and intervene.edit_text(preset, [], [], value)) or intervene.KIND
+    for edit in (intervene.everywhere(opened), st.query_params.get("sweep", "")):  # a number that no preset has
+        if edit.startswith("coefficient"):
+            names.setdefault(edit, f"set a coefficient ({edit.partition(':')[2]})")
+    kind = widgets.choose("Edit", "sweep", _kinds(link, names), intervene.everywhere(opened), show=names.__getitem__)
+    if kind == intervene.everywhere(opened) != opened:
+        st.caption(f"{widgets.escaped(opened)}, in one place at a time.")
     choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
     over = widgets.choose("Over", "over", choices, show=lambda o: o.replace("x", "and"))
     of = widgets.choose("Effect on", "of", list(OF), show=OF.__getitem__)

@@ -85,18 +85,25 @@ def edit_text(kind: str, layers: Sequence[int], heads: Sequence[int], value: flo
     return f"{name}:{words}" if words else name
 
 
-def trained_coefficients(source: Source, link: Link, kind: str) -> list[tuple[int, float]]:
-    """Return the trained coefficients (layer, value) of model A that a coefficient edit replaces, without coefficients of single tokens."""
+def everywhere(edit: str) -> str:
+    """An edit as text, without its layers and heads."""
+    name, _, options = edit.partition(":")
+    words = ",".join(part for part in options.split(",") if part.partition("=")[0] not in ("layer", "head"))
+    return f"{name}:{words}" if words else name
+
+
+def trained_coefficients(source: Source, link: Link, kind: str) -> list[tuple[str, int, float]]:
+    """Return the trained coefficients (source, layer, value) on an edit's path in model A, without those of single tokens."""
     options = dict(part.split("=") for part in kind.partition(":")[2].split(",") if part)
     return source.query(_trained, source.subjects(link)[0], source.prompt(link), options.get("path", ""))
 
 
-def _trained(model: Any, _: prompts.Prompt, path: str) -> list[tuple[int, float]]:
+def _trained(model: Any, _: prompts.Prompt, path: str) -> list[tuple[str, int, float]]:
     from workbench.interventions import coefficients
 
-    known = [(c.path, c.layer[0], c.value) for c in coefficients(model) if c.source != "own"]
+    known = [(c.path, c.source, c.layer[0], c.value) for c in coefficients(model)]
     path = path or next((p for p in ("v", "output") if p in {p for p, *_ in known}), "")
-    return [(layer, value) for p, layer, value in known if p == path]
+    return [(of, layer, value) for p, of, layer, value in known if p == path]
 
 
 def takes_from_second(text: str) -> bool:
