@@ -42,7 +42,7 @@ def test_a_layer_profile_has_lines_bands_init_and_baseline():
     said = figure.layout.title.subtitle.text
     for word in ("validation", "T = 16", "n = 4 documents", "2 seeds", "random init"):
         assert word in said
-    assert "higher: more" in figure.layout.yaxis.title.text
+    assert "lower: more concentrated" in figure.layout.yaxis.title.text
     assert "nats" in figure.layout.yaxis.title.text
 
 

@@ -51,16 +51,16 @@ VERDICTS = (
 XRAY = "Each answer has its number, the number at random init or under a baseline, and its standard error over documents (±)."
 BOXES = "".join(
     f'<rect x="{110 + 90 * i}" y="14" width="66" height="26" rx="4" fill="none" stroke="#808080"/>'
-    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="INK">{n}</text>'
+    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#0E1117">{n}</text>'
     f'<path d="M{176 + 90 * (i - 1)} 27 h24" stroke="#808080"/>'
     + (f'<path d="M143 40 V58 H{143 + 90 * i} V44" fill="none" stroke="#CC5700" stroke-width="2"/>' if i else "")
     for i, n in enumerate(("layer 0", "layer 1", "…", "last"))
 )
-INKS = {"light": "#0E1117", "dark": "#FAFAFA"}  # of the words in a picture, which cannot take the page's
 DIAGRAM = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="90 0 400 84" width="440" height="92" font-family="sans-serif" font-size="12">'
-    f'<title>The values of the first layer are mixed into the values of every later layer</title>{BOXES}'
-    '<text x="110" y="76" fill="INK">first values, mixed into every later layer</text></svg>'
+    '<title>The values of the first layer are mixed into the values of every later layer</title>'
+    f'<rect x="90" width="400" height="84" rx="6" fill="#FFFFFF"/>{BOXES}'  # a ground of its own, whatever the theme
+    '<text x="110" y="76" fill="#0E1117">first values, mixed into every later layer</text></svg>'
 )  # fmt: skip
 INTRODUCTION = (
     "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) mixes the values of the "
@@ -85,9 +85,8 @@ def start_page(link: Link) -> None:
     if "show" not in st.query_params:
         words, picture = st.columns([3, 2], vertical_alignment="center")
         words.markdown(INTRODUCTION)
-        diagram = DIAGRAM.replace("INK", INKS.get(str(st.context.theme.type), INKS["light"]))
         picture.image(
-            diagram, width=440, alt="The values of the first layer are mixed into the values of every later layer"
+            DIAGRAM, width=440, alt="The values of the first layer are mixed into the values of every later layer"
         )
         for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
             with column.container(border=True):

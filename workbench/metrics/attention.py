@@ -62,7 +62,8 @@ def importance_entropy(
 
     e = -sum_j p_j ln p_j; deficit = e_uniform(T) - e, 0 for uniform causal attention. `per_head` takes the entropy of
     every head's column sums. Attention to no token (`null_mass`) counts as one more term of the sum.
-    Caution: grows with T, and averaging heads first hides their differences.
+    Caution: grows with T, and averaging heads first hides their differences. Under uniform causal attention, early positions
+    receive more. It is therefore not the maximum: queries that attend to themselves alone give ln T. A model may lie above it.
     """
     T = received.shape[-1]
     sums = received if null is None else torch.cat((received, null.sum(-1, keepdim=True)), -1)

@@ -204,7 +204,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         summary="control: queries mixed with the first layer's",
         plain="a control: ResFormer's shortcut on the *queries*, which ask",
         classes=("residual.QueryResidual",), neutral={"lambda_q1": 0, "lambda_q_own": 1}),
-    "residual_k": Architecture(label="key residual (control)", colour="#C9739F", symbol="x",
+    "residual_k": Architecture(label="key residual (control)", colour="#9030F0", symbol="x",
         summary="control: keys mixed with the first layer's",
         plain="a control: ResFormer's shortcut on the *keys*, which decide where attention goes",
         classes=("residual.KeyResidual",), neutral={"lambda_k1": 0, "lambda_k_own": 1}),

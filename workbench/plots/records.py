@@ -64,9 +64,11 @@ MAX_POINTS, MAX_MARKS = 300, 8  # of a smoothed curve; marks along a curve of ma
 MAX_PRINTED, MAX_ABREAST = 64, 8  # cells of a map, and of its row, that carry their number
 MAX_WHOLE = 16  # largest span of an integer axis with a tick at each number
 INIT, CONTROL = "step 0 (random init)", "control"
-DASHES = ("dot", "dashdot", "longdash")  # of controls
-EQUAL, SQUEEZED, AIR = 1e-9, 4.0, 0.08
-"""What makes no difference; how many times the lines' range the baselines may need; air above and below lines, of their range."""
+DASHES = {"none": "dashdot", "uniform_causal": "dot"}  # of controls, the others "longdash"
+CONTROLS = {"none": "ratio 1: like the other tokens"}  # in words
+EQUAL, NEAR, SQUEEZED, AIR = 1e-9, 0.03, 4.0, 0.08
+"""What makes no difference; share of the range within which lines coincide; how many times the lines' range the baselines may need; air
+above and below lines, of their range."""
 
 
 @dataclass
@@ -411,14 +413,25 @@ def lines(
     controls = rows[rows["control"].notna()]
     if at_init:  # of what is drawn in full, not a mean with those of random init
         controls = controls[controls["step"].eq(controls.groupby("run")["step"].transform("max"))]
-    for dash, (control, part) in zip(DASHES, controls.groupby("control"), strict=False):
-        line = part.groupby(x)["value"].mean()
+    for control, part in controls.groupby("control"):
+        line, name = part.groupby(x)["value"].mean(), CONTROLS.get(str(control), words(control))
         figure.add_scatter(
-            x=line.index, y=line, mode="lines", name=words(control), line={"color": GREY, "dash": dash, "width": 1.6},
+            x=line.index, y=line, mode="lines", name=name, line={"color": GREY, "dash": DASHES.get(control, "longdash"), "width": 1.6},
             legendgroup=str(control), showlegend=str(control) not in legend.names, meta=CONTROL,
-            hovertemplate=f"{words(control)}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
+            hovertemplate=f"{name}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
         )  # fmt: skip
         legend.names.add(str(control))
+        init = measured[measured["step"] == 0].groupby(x)["value"].mean() if at_init else measured.iloc[:0]["value"]
+        if len(init) and (init - line).abs().max() < NEAR * np.ptp([*measured["value"], *line]):
+            legend.bands.add(f"step 0 lies on {name}")
+        if (
+            control == "uniform_causal"
+            and measured["metric"].iloc[0] == "importance_entropy"
+            and not measured["variant"].notna().any()
+        ):
+            legend.bands.add(
+                "uniform causal is not the maximum, which is ln T" if (measured["value"] > line.max()).any() else ""
+            )
 
 
 def _line(

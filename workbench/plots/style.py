@@ -24,10 +24,12 @@ SITES = {
 }  # fmt: skip
 READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
+    "chain_loss": "lower: predicts better the tokens that are not copied",
     "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
 }  # fmt: skip
 VARIANT_READINGS: dict[tuple[str, str | None], str] = {
-    ("importance_entropy", "per_head"): "lower: more concentrated", ("importance_entropy", "deficit"): "higher: more concentrated",
+    ("importance_entropy", None): "lower: more concentrated", ("importance_entropy", "per_head"): "lower: more concentrated",
+    ("importance_entropy", "deficit"): "higher: more concentrated",
     ("effective_rank", "top_share"): "higher: fewer directions in use", ("effective_rank", "trace"): "higher: longer vectors",
     ("head_rank", "top_share"): "higher: the head's vectors use fewer directions",
     ("induction_score", "previous"): "higher: the head looks at the token before", ("throughput", "peak"): "higher: more memory",

@@ -175,5 +175,7 @@ def groups(source: Source, link: Link) -> Drawing:
         grouped.scaled, names, list(FEATURES), "standard deviations", "group · head", "feature of the pattern",
         span=(-top, top), texts=np.vectorize("{:.2f}".format, otypes=[object])(values), upward=False,
     )  # fmt: skip
-    under = f"{sample(source, link)[1]}; numbers: shares; colour: deviation from the mean of the heads; {count} groups (Ward)"
-    return Drawing(plots.grids([("", grid)], f"{subject.name}: heads by pattern", under), grouped.table)
+    under = f"{sample(source, link)[1]}; numbers: shares; colour: standard deviations (SD) from the heads' mean; {count} groups (Ward)"
+    figure = plots.grids([("", grid)], f"{subject.name}: heads by pattern", under)
+    figure.update_layout(coloraxis_colorbar_title_text="SD")  # a longer title is cut in a narrow window
+    return Drawing(figure, grouped.table)
