@@ -14,7 +14,15 @@ from app.page_frame import provenance_table
 from workbench import plots
 from workbench.claims import CLAIMS, DECIDED, all_verdicts
 from workbench.claims.judging import chosen
-from workbench.claims.verdict import Verdict, corrected, judge_differences, judged, of_settings
+from workbench.claims.verdict import (
+    Verdict,
+    corrected,
+    in_one_sentence,
+    judge_differences,
+    judged,
+    judged_by_seed,
+    of_settings,
+)
 from workbench.errors import WorkbenchError
 from workbench.files import read_json
 from workbench.places import SHIPPED
@@ -83,12 +91,9 @@ def test_a_log_rank_test_fills_the_point_that_has_no_whisker():
     assert [figure.data[0].marker.symbol[0], figure.data[1].marker.symbol[0]] == ["circle", "circle-open"]
     assert "did not reach its step, a log-rank test decides" in figure.layout.title.subtitle.text.replace("<br>", " ")
     assert figure.data[0].customdata[0] == "log-rank p = 0.0079"
-    seeds = start.judged_by_seed(verdict)
+    seeds = judged_by_seed(verdict)
     assert seeds.set_index("comparison").loc["later", "seed 3"] == 89
-    assert (
-        start.in_one_sentence(replace(verdict, setting="5 seeds of 2 models"))
-        == "(5 seeds): later +88 steps, p = 0.0079."
-    )
+    assert in_one_sentence(replace(verdict, setting="5 seeds of 2 models")) == "(5 seeds): later +88 steps, p = 0.0079."
 
 
 @pytest.mark.slow
@@ -103,7 +108,7 @@ def test_every_claim_with_shipped_evidence_lists_its_judged_numbers(tmp_path, mo
         assert len(judged_columns.columns), claim.name
         assert judged_columns.notna().any().all(), claim.name
         if len(verdict.table) and verdict.status in DECIDED:
-            assert start.judged_by_seed(verdict).iloc[:, 2:].notna().any(axis=None), claim.name
+            assert judged_by_seed(verdict).iloc[:, 2:].notna().any(axis=None), claim.name
     onset = start.runs_behind(
         here, start.Judgement(CLAIMS["a_gate_prevents_the_sink"], stored.of["a_gate_prevents_the_sink"], ())
     )[0]

@@ -9,6 +9,7 @@ import streamlit as st
 
 from workbench import plots
 from workbench.claims import QUESTIONS
+from workbench.claims.verdict import in_one_sentence, judged_by_seed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
@@ -349,17 +350,15 @@ def _verdicts(link: Link) -> None:
     rest = [j for j in judged if j.verdict.status == "not_checkable"]
     with st.expander(f"{len(rest)} claims without a verdict, and the reasons", key="rest"):
         for question, text in QUESTIONS.items():
-            lines = [_reason(j) for j in rest if j.claim.question == question]
-            st.markdown("\n".join([f"**{widgets.escaped(text)}**\n", *lines]) if lines else "")
+            lines = []
+            for j in (j for j in rest if j.claim.question == question):
+                lacking = f" Not measured: {', '.join(map(widgets.spaced, j.missing))}." if j.missing else ""
+                lines.append(f"- {widgets.typeset(j.claim.text)} *{widgets.typeset(j.verdict.details)}{lacking}*")
+            if lines:
+                st.markdown("\n".join([f"**{widgets.escaped(text)}**\n", *lines]))
     if any(j.missing for j in judged):
         with st.expander("Command that measures what is missing"):
             st.code(start.analyze_command(source, link), language=None, wrap_lines=True)
-
-
-def _reason(judged: start.Judgement) -> str:
-    """A claim that cannot be checked, and why, as an item of a list."""
-    lacking = f" Not measured: {', '.join(map(widgets.spaced, judged.missing))}." if judged.missing else ""
-    return f"- {widgets.typeset(judged.claim.text)} *{widgets.typeset(judged.verdict.details)}{lacking}*"
 
 
 def _claim(link: Link, judged: start.Judgement) -> None:
@@ -386,7 +385,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
             }
             alt = "Runs behind the verdict"
             st.dataframe(runs, hide_index=True, width="stretch", column_config=config, key="behind", alt=alt)
-        if len(by_seed := start.judged_by_seed(verdict)):
+        if len(by_seed := judged_by_seed(verdict)):
             st.markdown("**Judged numbers by seed**")
             config, alt = widgets.number_columns(by_seed), "Judged numbers by seed"
             st.dataframe(by_seed, hide_index=True, width="stretch", column_config=config, key="by_seed", alt=alt)
@@ -441,8 +440,8 @@ def _demo(link: Link) -> None:
         for name in start.DEMO_CLAIMS:
             own, shipped = judged[name], start.shipped_verdict(source, name)
             if own.decided and shipped and shipped.verdict.status != own.verdict.status:
-                _verdict(own, f"In the runs here {start.in_one_sentence(own.verdict)}")
-                _verdict(shipped, f"In the shipped studies {start.in_one_sentence(shipped.verdict)}", text=False)
+                _verdict(own, f"In the runs here {in_one_sentence(own.verdict)}")
+                _verdict(shipped, f"In the shipped studies {in_one_sentence(shipped.verdict)}", text=False)
                 continue
             shown = own if own.decided or shipped is None else shipped
             _verdict(shown, f"{'' if shown is own else 'In the shipped studies: '}{shown.verdict.details}")

@@ -81,7 +81,7 @@ class Claim:
         each.sort(key=lambda one: one[0], reverse=True)  # equal ones stay in the order of `Evidence.comparable`
         tested = [one for one in each if math.isfinite(one[2].p)] or each[:1]
         others = each[len(tested) :]
-        shorter = _shorter_trainings([(v, rank[-1]) for rank, _, v in others]) if self.final_loss else ""
+        shorter = shorter_trainings([(v, rank[-1]) for rank, _, v in others]) if self.final_loss else ""
         lead, untested = replace(tested[0][2], sentence=f"{tested[0][2].sentence}{shorter}"), len(others)
         if len(tested) < 2:
             return replace(lead, untested=untested)
@@ -116,7 +116,7 @@ class Claim:
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")
         if self.final_loss and verdict.status in DECIDED and (unmet := unmet_condition(evidence, runs)):
             after = f" after {budget:,.1f} training tokens per parameter" if budget >= TESTED else ""
-            scope = f"{_untested_result(verdict)}{' after ' if budget < TESTED else f'{after}, but '}{unmet}"
+            scope = f"{untested_result(verdict)}{' after ' if budget < TESTED else f'{after}, but '}{unmet}"
             sentence = f"These numbers are preliminary. {verdict.sentence}"
             verdict = replace(verdict, sentence=sentence, status="gated", scope=scope, p=math.nan)
         elif verdict.status in ("supported", "refuted"):
@@ -129,7 +129,7 @@ class Claim:
         return replace(verdict, runs=tuple(every["run"]), setting=setting), controlled, budget
 
 
-def _untested_result(verdict: Verdict) -> str:
+def untested_result(verdict: Verdict) -> str:
     """Return what runs show of a claim on the final loss whose conditions they do not meet."""
     rows = verdict.adjusted()
     clear = "role" in rows and bool(rows.loc[rows["role"] != ROLES[-1], "significant"].any())
@@ -137,7 +137,7 @@ def _untested_result(verdict: Verdict) -> str:
     return shown.get(verdict.status, "the comparisons are not all clear" if clear else "no difference is found")
 
 
-def _shorter_trainings(untested: Sequence[tuple[Verdict, float]]) -> str:
+def shorter_trainings(untested: Sequence[tuple[Verdict, float]]) -> str:
     """Return the result of a claim with one deciding comparison in settings that were not tested, by budget."""
     results = [(v.table[v.table["role"] == ROLES[0]], n) for v, n in untested if "role" in v.table and n >= 0]
     single = sorted(((n, rows.iloc[0]) for rows, n in results if len(rows) == 1), key=lambda one: one[0])

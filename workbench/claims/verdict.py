@@ -211,6 +211,31 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     return pd.DataFrame(rows)
 
 
+def judged_by_seed(verdict: Verdict) -> pd.DataFrame:
+    """Return the judged differences of a verdict, a row for each comparison and a column for each seed."""
+    rows = []
+    for row in verdict.table.to_dict("records"):
+        if each := str(row.get("each", "")).split():
+            seeds = str(row["seeds"]).split() or [f"{i + 1} of {len(each)}" for i in range(len(each))]
+            by_seed = {f"seed {seed}": float(value) for seed, value in zip(seeds, each, strict=True)}
+            unit = str(row["unit"]).removeprefix("restricted mean ")
+            rows.append({"comparison": row["comparison"], "unit": unit, **by_seed})
+    return pd.DataFrame(rows)
+
+
+def in_one_sentence(verdict: Verdict) -> str:
+    """Return a verdict's first deciding comparison, after its seeds."""
+    rows = verdict.adjusted()
+    rows = rows[rows["role"] == ROLES[0]] if "role" in rows else rows.head(0)
+    number = "no number decides"
+    if len(rows):
+        row = rows.iloc[0]
+        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]" if math.isfinite(row["low"]) else f", p = {row['p']:.2g}"
+        number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
+    few = "; too few seeds for a test" if verdict.status == "unresolved" and not math.isfinite(verdict.p) else ""
+    return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}."
+
+
 def of_settings(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
     """Combine the verdicts in all tested settings, by name, into the first one's: Holm-corrected for their number.
 

@@ -179,7 +179,7 @@ def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame
 
 
 def logged_rows(source: Source, runs: Sequence[Entry], metrics: Sequence[str]) -> pd.DataFrame:
-    """Return the last row of each metric that training logged for some runs, with this origin as provenance."""
+    """Return the last logged row of every run and metric, with this origin as provenance."""
     rows = source.telemetry(runs, metrics)
     rows = rows[rows["step"] == rows.groupby(["run", "metric"], observed=True)["step"].transform("max")]
     return rows.assign(provenance=[json.dumps({"metric": m, "weights": "logged by training"}) for m in rows["metric"]])

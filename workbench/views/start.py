@@ -21,7 +21,7 @@ from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
 from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.evidence import TELEMETRY, at_last_step
 from workbench.claims.judging import chosen, claim_figure
-from workbench.claims.verdict import ROLES, expected_by_chance
+from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import read_json
 from workbench.models.registry import architecture_label
@@ -303,7 +303,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
         )
         columns["step of learning to copy" if logged else f"step of sink onset (strongest head above {SINK})"] = words
     if judged.claim.final_loss:
-        columns |= _final_losses(source, entries)
+        columns |= final_losses(source, entries)
     last = at_last_step(rows)
     if metric == "sink_mass":
         columns["last sink mass, strongest head"] = (
@@ -327,7 +327,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     return table, pd.concat([source.records(entries, judged.claim.metrics), written], ignore_index=True)
 
 
-def _final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
+def final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
     """Final validation loss by run, and minus the loss of the Transformer of its seed at its rate, or at its only rate."""
     rows, group = source.telemetry(entries, ["validation_loss"]), {e.name: e.group for e in entries}
     rows = mean_of_domains(at_last_step(rows[rows["variant"].isna() & rows["control"].isna()]))
@@ -340,31 +340,6 @@ def _final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[st
         if (base := of_seed.get(entry.group) if len(of_seed) > 1 else next(iter(of_seed.values()), None)) is not None:
             paired[entry.name] = losses[entry.name] - base
     return {"final validation loss": losses} | ({"minus Transformer, same seed": paired} if paired else {})
-
-
-def judged_by_seed(verdict: Verdict) -> pd.DataFrame:
-    """Return the judged differences of a verdict, a row for each comparison and a column for each seed."""
-    rows = []
-    for row in verdict.table.to_dict("records"):
-        if each := str(row.get("each", "")).split():
-            seeds = str(row["seeds"]).split() or [f"{i + 1} of {len(each)}" for i in range(len(each))]
-            by_seed = {f"seed {seed}": float(value) for seed, value in zip(seeds, each, strict=True)}
-            unit = str(row["unit"]).removeprefix("restricted mean ")
-            rows.append({"comparison": row["comparison"], "unit": unit, **by_seed})
-    return pd.DataFrame(rows)
-
-
-def in_one_sentence(verdict: Verdict) -> str:
-    """Return a verdict's first deciding comparison, after its seeds."""
-    rows = verdict.adjusted()
-    rows = rows[rows["role"] == ROLES[0]] if "role" in rows else rows.head(0)
-    number = "no number decides"
-    if len(rows):
-        row = rows.iloc[0]
-        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]" if math.isfinite(row["low"]) else f", p = {row['p']:.2g}"
-        number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
-    few = "; too few seeds for a test" if verdict.status == "unresolved" and not math.isfinite(verdict.p) else ""
-    return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}."
 
 
 def judged_claim(judged: Sequence[Judgement], link: Link) -> Judgement:
