@@ -317,7 +317,7 @@ def test_a_figure_whose_panels_need_two_columns_is_not_squeezed_into_one(tmp_pat
 
 
 def test_shipped_models_stand_beside_own_runs_on_symbols(tmp_path, monkeypatch):
-    """Pages of a prompt begin with a text model, all others with own runs, which alone are listed and judged."""
+    """Pages of a model begin with a text model, Training and Heads with own runs, which alone are listed and judged."""
     monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
     data = RepeatedData(16)
     config = ModelConfig(n_layers=2, d_model=16, n_heads=1, d_mlp=4, d_vocab=16, n_ctx=16)
@@ -325,7 +325,8 @@ def test_shipped_models_stand_beside_own_runs_on_symbols(tmp_path, monkeypatch):
     train("transformer", data, name="own", runs=tmp_path, model=config, train=recipe)
     source = Source(tmp_path)
     assert [e.name for e in source.listed()] == ["own"]
-    assert source.group(Link("depth"))[0].name == "own"
+    assert source.group(Link("training"))[0].name == "own"
+    assert source.group(Link("depth"))[0].kind == "text"
     assert {e.kind for e in source.group(Link("attention"))} == {"text"}
     assert source.subjects(Link("attention"))[0].entry.name == "models-resformer-s0"
     assert source.subjects(Link("attention", {"a": "own"}))[0].entry.name == "own"
