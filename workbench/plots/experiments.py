@@ -47,8 +47,8 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
         mine = steps[steps["architecture"] == architecture]
         figure.add_scatter(
             x=mine["formation_step"].astype(int).tolist(), y=[float(start[r]) / 2 for r in mine["run"]], mode="markers",
-            marker={"symbol": "circle-cross", "size": 12, "color": colour(architecture, legend.series),
-                    "line": {"color": "white", "width": 1}},
+            marker={"symbol": "circle-open", "size": 13, "color": colour(architecture, legend.series),
+                    "line": {"width": 2}},
             name=f"{label(architecture)}: crossing", legendgroup=label(architecture), showlegend=False,
             hovertemplate=[f"{label(architecture)}, seed {s}: step %{{x}}<extra></extra>" for s in mine["seed"]],
         )  # fmt: skip
@@ -57,7 +57,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     under = subtitle(
         rows, "random tokens, written twice", *sorted(legend.bands),
         f"each point the mean of {width} steps" if width > 1 else "", "dotted: half of the loss at the start",
-        "circle with a cross: a seed crosses it",
+        "ring: a seed crosses it",
     )  # fmt: skip
     return dressed(figure, "Copy loss", under, 340)
 

@@ -416,7 +416,7 @@ def lines(
     for control, part in controls.groupby("control"):
         line, name = part.groupby(x)["value"].mean(), CONTROLS.get(str(control), words(control))
         figure.add_scatter(
-            x=line.index, y=line, mode="lines", name=name, line={"color": GREY, "dash": DASHES.get(control, "longdash"), "width": 1.6},
+            x=line.index, y=line, mode="lines", name=name, line={"color": GREY, "dash": DASHES.get(str(control), "longdash"), "width": 1.6},
             legendgroup=str(control), showlegend=str(control) not in legend.names, meta=CONTROL,
             hovertemplate=f"{name}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
         )  # fmt: skip

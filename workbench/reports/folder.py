@@ -113,8 +113,12 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
     for metric, (caption, site) in BESIDE.items():
         rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
         rows = rows[rows["site"] == site] if site else rows
+        last = rows.groupby("run")["step"].transform("max")
+        rows = rows[
+            rows["step"].isna() | (rows["step"] == 0) | (rows["step"] == last)
+        ]  # all steps would hide one another
         if len(rows):
-            page.add(page.figure(plots.plot(rows, form="profile"), caption), numbers_html(rows))
+            page.add(page.figure(plots.narrow(plots.plot(rows, form="profile")), caption), numbers_html(rows))
     for metric, table, draw, caption in (
         ("gradient_norm", text, plots.gradient_map, "Gradient norms by matrix and layer (table: the last step)."),
         ("coefficient", telemetry, plots.coefficients_figure, "Learned coefficients: DenseFormer's averages."),

@@ -242,7 +242,7 @@ def where(choice: Choice, patterns: list[Seen]) -> str:
 def strongest_sink(seen: Seen) -> str:
     """The head with the most attention to the first token, and whether it is a sink."""
     rows, even = seen.overview.statistics, seen.overview.uniform["sink_mass"]
-    first = rows.loc[rows["sink_mass"].idxmax()]
+    first = rows.sort_values("sink_mass").iloc[-1]
     mass = first["sink_mass"]
     kind = f"a sink (above {SINK_MASS})" if mass > SINK_MASS else f"no sink, which needs more than {SINK_MASS}"
     return (
