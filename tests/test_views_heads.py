@@ -243,3 +243,14 @@ def test_parts_of_the_sink_sum_to_the_scores_of_every_checkpoint(populated):
         expected = float(torch.stack(contrast).mean())
         sums = rows.groupby("side")["score"].sum()
         assert sums.to_numpy() == pytest.approx([expected, expected], abs=1e-5 * float(scores.tril().abs().max()))
+
+
+def test_attention_says_whether_the_strongest_head_is_a_sink_and_finds_a_query_that_looks_at_the_first_token(ask):
+    link = Link("attention", {"a": "small-transformer-s0", "prompt": "abchdefgij"})
+    _, (seen,) = attention.seen(ask, link)
+    mass = seen.overview.statistics["sink_mass"].max()
+    assert ("no sink" in attention.strongest_sink(seen)) == (mass <= heads.SINK_MASS)
+    query = attention.query_of_the_first(ask, link)
+    choice, (first,) = attention.seen(ask, link.but(keys="0-0"))
+    column = first.window.weights[1:, 0]
+    assert query == 1 + int(column.argmax()) in range(1, choice.length)
