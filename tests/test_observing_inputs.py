@@ -63,7 +63,8 @@ def test_a_tokenizer_of_transformers_is_used_in_full_and_left_as_it_was(llama, b
     ids = observed.to_tokens(TEXT)
     assert ids.tolist() == [before]  # with the start token, where its template puts one
     bare = observed.to_tokens(TEXT, prepend_bos=False)
-    assert observed.tokenizer.decode(bare[0]) == TEXT and bare.shape[1] == len(before) - bos
+    assert observed.tokenizer.decode(bare[0]) == TEXT
+    assert bare.shape[1] == len(before) - bos
     assert observed.to_str_tokens("The cat sat")[1 + bos].startswith("·")
     assert observed.tokenizer.vocab_size == len(given)
     assert observed.tokenizer.eos_id == given.eos_token_id

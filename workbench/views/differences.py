@@ -152,7 +152,9 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     if table.empty or "low" not in table:
         raise WorkbenchError(sentence)
     a, b = (run_name(s.entry) for s in both_models(source, link))
-    table = table.rename(columns={"a": "b", "b": "a"}).assign(relative=table["difference"] / ((table["high"] - table["low"]) / 2))
+    table = table.rename(columns={"a": "b", "b": "a"}).assign(
+        relative=table["difference"] / ((table["high"] - table["low"]) / 2)
+    )
     shown = table[np.isfinite(table["relative"])].sort_values("relative")
     if shown.empty:
         raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
