@@ -83,6 +83,7 @@ at 10 tokens per parameter is not tested at this size.
 
 UNDECIDED = {  # where `make gpu` trains what a claim that is not tested needs, and what it still lacks
     "lower_loss": "`gpu`",
+    "same_cost": "`gpu`, on a machine without other work",
     "ahead_of_relatives": "`gpu`",
     "fewer_parameters": "`sizes`, one learning rate for all sizes",
     "fewer_tokens": "`sizes`, one learning rate for all sizes",
