@@ -12,7 +12,7 @@ LEVELS = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}
 @pytest.mark.parametrize(
     ("facts", "status", "words"),
     [
-        ({"tokens": 3.6e5}, "gated", f"not tested: {CLEAR} after 0.9 training tokens per parameter, 10 are needed"),
+        ({"tokens": 3.6e5}, "gated", f"not tested: {CLEAR} after 0.9 training tokens per parameter, but 10 are needed"),
         ({"warmup": 30}, "gated", f"not tested: {CLEAR} after 20.0 training tokens per parameter, but there are 30 warm-up steps, "
          "100 are needed"),
         ({"tokens": 4.8e6}, "supported", "supported at this one learning rate at 12.0 tokens per parameter"),
@@ -131,7 +131,7 @@ def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_see
     found = judged("lower_loss", [*short, *long], (), [*told, *more])
     assert (
         found.words
-        == "not tested: the comparisons are not all clear after 5.0 training tokens per parameter, 10 are needed"
+        == "not tested: the comparisons are not all clear after 5.0 training tokens per parameter, but 10 are needed"
     )
     assert found.setting.startswith("2 seeds")
 

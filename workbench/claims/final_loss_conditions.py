@@ -36,7 +36,7 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
             tokens = TESTED * runs.set_index("run")["parameters"]
             hours = float((tokens / pace).sum()) / 3600
             cost = f": {len(runs)} runs of {tokens.max() / 1e6:.2g} million tokens, about {hours:.2g} hours of one core"
-        return f"{budget:.1f} training tokens per parameter, {TESTED:.0f} are needed{cost}"
+        return f"{budget:.1f} training tokens per parameter, but {TESTED:.0f} are needed{cost}"
     if warm_up < WARM_UP:
         return f"there are {warm_up:.0f} warm-up steps, {WARM_UP} are needed"
     curves, model = evidence.of_runs(runs).curves(), runs.set_index("run")["model"]
