@@ -489,6 +489,11 @@ def _sinks(link: Link) -> None:
         if runs := start.demo_runs(cached_source(), "sinks"):
             words, icon = "Training curves of this experiment", ":material/arrow_forward:"
             widgets.page_link("training", words, icon, set=runs[0].group, a=None, find=None, by=None)
+        st.markdown("The shipped study has ten or more seeds, and ResFormer and NeuTRENO too:")
+        entries = cached_source().shipped().entries
+        study = next((e.group for e in entries if e.name.startswith("sinks-resformer")), None)
+        shown = ("transformer", "resformer", "svformer", "neutreno")
+        _shipped_link([e for e in entries if e.group == study and e.series in shown], "sink_mass")
 
 
 def _race(link: Link) -> None:
