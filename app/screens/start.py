@@ -70,7 +70,7 @@ INTRODUCTION = (
 NEW = dict.fromkeys(("set", "a", "b", "step", "step_b", "compare", "find", "models", "by", "claim", "alone", "shipped"))
 """What the first card leaves behind: it shows the default experiment."""
 CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("See a result", "Loss and copying of models with and without the shortcut, seed by seed.", "start", NEW | {"show": "finding"}),
+    ("See a result", "Loss of models with and without the shortcut, seed by seed.", "start", NEW | {"show": "finding"}),
     ("Look into a model", "Attention, predictions and values of a trained model on a text of yours.", "attention", {}),
     ("Open yours", "A checkpoint from this machine: measure it and compare it with the models here.", "start", {"show": "here"}),
 )  # fmt: skip
@@ -89,8 +89,12 @@ def start_page(link: Link) -> None:
         picture.image(
             DIAGRAM, width=440, alt="The values of the first layer are mixed into the values of every later layer"
         )
+        of_demo = start.only_demo(cached_source())  # whose own runs say nothing of ResFormer
+        losses = (e.group for e in cached_source().shipped().entries if of_demo and e.name.startswith("losses100-"))
+        result = {"set": next(losses, None)}
         for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
             with column.container(border=True):
+                changes = changes | result if changes.get("show") == "finding" else changes
                 widgets.page_link(page_name, title, ":material/arrow_forward:", **changes)
                 st.caption(text)
     draw = {"finding": _finding, "model": _model, "here": _runs, "verdicts": _verdicts, "demo": _demo}[shown]

@@ -245,6 +245,7 @@ def strongest_sink(seen: Seen) -> str:
     first = rows.sort_values("sink_mass").iloc[-1]
     mass = first["sink_mass"]
     kind = f"a sink (above {SINK_MASS})" if mass > SINK_MASS else f"no sink, which needs more than {SINK_MASS}"
+    kind = "no statement on a sink in so few tokens" if even >= SINK_MASS else kind
     return (
         f"{seen.subject.title}: most attention to the first token in layer {int(first['layer'])}, head {int(first['head'])}: "
         f"{mass:.3g}, {kind}; uniform attention {even:.3g}"
