@@ -60,12 +60,8 @@ def choose_link(page: str, *, uses: str = "models", experiment: str | None = Non
     if group is not None and uses == "models" and not ready:
         link = link.but(a=None, b=None, step=None, step_b=None, compare=None)
     # these pages have figures of several seeds, and each figure states its number
-    if (
-        ready
-        and link.on("compare")
-        and page not in ("depth", "training", "differences")
-        and len({s.entry.architecture for s in source.subjects(link)}) > 1
-    ):
+    pair = ready and link.on("compare") and page not in ("depth", "training", "differences")
+    if pair and len({s.entry.architecture for s in source.subjects(link)}) > 1:
         st.session_state["messages"].badge(ONE_SEED, icon=":material/warning:", color="orange")
     return link if groups else None
 
@@ -117,11 +113,8 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
     title = groups[group][0].title
     more = [part for part in apart[group].split(", ") if part and part not in title]
     kinds = {"recorded": "Recordings have no checkpoints.", "log": "Training logs have no weights."}
-    absent = (
-        "Shipped with the project: records, no weights."
-        if shipped[group]
-        else kinds.get(groups[group][0].kind, "No checkpoint yet.")
-    )
+    absent = kinds.get(groups[group][0].kind, "No checkpoint yet.")
+    absent = "Shipped with the project: records, no weights." if shipped[group] else absent
     with st.sidebar:
         st.caption(widgets.escaped(", ".join([title, *more])))
         if not any(e.steps for e in groups[group]):
@@ -138,11 +131,8 @@ def _model(
 
     def show(name: str) -> str:
         entry = entries[name]
-        return (
-            run_name(entry)
-            if entry.group == runs[0].group
-            else f"{run_name(entry)}, {CONTENT.get(entry.kind, entry.kind)}"
-        )
+        elsewhere = f"{run_name(entry)}, {CONTENT.get(entry.kind, entry.kind)}"
+        return run_name(entry) if entry.group == runs[0].group else elsewhere
 
     def clears(name: str) -> Sequence[str]:
         return ("set", "by", "find", "models") if key == "a" and entries[name].group != runs[0].group else ()

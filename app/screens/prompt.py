@@ -76,14 +76,9 @@ def prompt_page(link: Link) -> None:
         early = st.query_params.get("show") == "follow"  # only later tokens read a value
         at = token_strip.selected_position("position", POSITION, len(tokens), default=last // 3 if early else last)
         losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
+        gone = ("target", "against", "query")
         token_strip.draw_token_strip(
-            tokens,
-            key="position",
-            label=POSITION,
-            colours=losses,
-            unit="nats",
-            chosen=at,
-            clears=("target", "against", "query"),
+            tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=gone
         )
 
     def take_token(point: Point) -> None:

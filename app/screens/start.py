@@ -279,21 +279,16 @@ def _runs(link: Link) -> None:
 def _tags_of(run: str) -> None:
     """The tags of a run, in a box that changes them."""
 
+    key, hint = f"tags_{run}", "tags, such as baseline"
+
     def keep() -> None:
         try:
-            pins.tag_run(cached_source().folder, run, st.session_state[f"tags_{run}"])
+            pins.tag_run(cached_source().folder, run, st.session_state[key])
         except WorkbenchError as error:
             st.toast(widgets.escaped(error))
 
-    st.session_state[f"tags_{run}"] = pins.run_tags(cached_source().folder).get(run, "")
-    st.text_input(
-        "Tags",
-        key=f"tags_{run}",
-        on_change=keep,
-        placeholder="tags, such as baseline",
-        label_visibility="collapsed",
-        width=190,
-    )
+    st.session_state[key] = pins.run_tags(cached_source().folder).get(run, "")
+    st.text_input("Tags", key=key, on_change=keep, placeholder=hint, label_visibility="collapsed", width=190)
 
 
 def take_run() -> None:
@@ -541,14 +536,7 @@ def _shipped_link(entries: Sequence[Entry], metric: str = "") -> None:
     runs = [e for e in cached_source().catalogue().entries if e.shipped and e.name in names]
     if runs:
         models = ",".join(dict.fromkeys(e.series for e in runs))
-        where: dict[str, Any] = {
-            "set": runs[0].group,
-            "models": models,
-            "a": None,
-            "step": None,
-            "find": None,
-            "by": None,
-        }
+        where: dict[str, Any] = {"set": runs[0].group, "models": models, **dict.fromkeys(("a", "step", "find", "by"))}
         widgets.page_link("training", "Training curves of this study", ":material/arrow_forward:", **where)
         if metric:
             widgets.page_link("depth", "By layer, with paired differences", ":material/layers:", metric=metric, **where)

@@ -193,11 +193,8 @@ class Evidence:
         absent = [" or ".join(map(model_name, g)) for g in groups if not set(g) & set(self.models)]
         if absent:
             architectures = [model_name(name) for name in dict.fromkeys(self.runs["architecture"])]
-            here = (
-                f"here {'is' if len(architectures) == 1 else 'are'} {listed(architectures)}"
-                if architectures
-                else "here are no runs that can be used"
-            )
+            here = f"here {'is' if len(architectures) == 1 else 'are'} {listed(architectures)}"
+            here = here if architectures else "here are no runs that can be used"
             raise InsufficientEvidence(f"Needs runs of {listed(absent)}; {here}.")
         equal = [c for c in SETTING if c not in ignoring]
         parts = [rows for _, rows in self.runs.groupby(equal, dropna=False)]

@@ -46,11 +46,8 @@ def differences_by_budget(
                 change = change[change.index > 0]
                 axis = change.index.to_numpy(dtype=float) * run["tokens"] / run["steps"] / run["parameters"]
                 facts = {"run": run["run"], "architecture": run["model"], "seed": run["seed"]}
-                rows.append(
-                    pd.DataFrame(
-                        {"step": change.index, "tokens_per_parameter": axis, "value": change.to_numpy()}
-                    ).assign(**facts)
-                )
+                course = {"step": change.index, "tokens_per_parameter": axis, "value": change.to_numpy()}
+                rows.append(pd.DataFrame(course).assign(**facts))
     columns = ["run", "architecture", "seed", "step", "tokens_per_parameter", "value"]
     return pd.concat(rows, ignore_index=True)[columns] if rows else pd.DataFrame(columns=columns)
 
@@ -62,11 +59,8 @@ def beside_published(model: str, budget: float) -> str:
         return ""
     axis, values = rows["tokens_per_parameter"].to_numpy(), rows["value"].to_numpy()
     size, end = rows["parameters"].iloc[0] / 1e6, axis[-1]
-    here = (
-        f"{np.interp(budget, axis, values):+.3f} at {budget:.3g}, where these runs end, and "
-        if axis[0] <= budget < end
-        else ""
-    )
+    here = f"{np.interp(budget, axis, values):+.3f} at {budget:.3g}, where these runs end, and "
+    here = here if axis[0] <= budget < end else ""
     after = f"; these runs end at {budget:.3g}" if not here else ""
     return (
         f"; published ({rows['source'].iloc[0]}, {size:.0f}M parameters, one run each): {values[0]:+.3f} at {axis[0]:.2g} tokens per "

@@ -71,12 +71,8 @@ class Claim:
         each = []
         for rows in settings:
             verdict, controlled, budget = self._judge(replace(evidence, settings=[], within=frozenset(rows["run"])))
-            rank = (
-                math.isfinite(verdict.p),
-                verdict.status in ("gated", *DECIDED),
-                controlled,
-                float(np.nan_to_num(budget, nan=-1.0)),
-            )
+            tokens = float(np.nan_to_num(budget, nan=-1.0))
+            rank = (math.isfinite(verdict.p), verdict.status in ("gated", *DECIDED), controlled, tokens)
             each.append((rank, rows[list(SETTING)], verdict))
         each.sort(key=lambda one: one[0], reverse=True)  # equal ones stay in the order of `Evidence.comparable`
         tested = [one for one in each if math.isfinite(one[2].p)] or each[:1]
@@ -106,11 +102,8 @@ class Claim:
                 verdict = replace(verdict, p=1.0 if seeds >= MIN_SEEDS else math.nan)
         every = evidence.runs.head(0).assign(beside=False)
         if compared:
-            every = (
-                pd.concat(compared)
-                .sort_values("beside", kind="stable", key=lambda c: c.astype(bool))
-                .drop_duplicates("run")
-            )
+            every = pd.concat(compared).sort_values("beside", kind="stable", key=lambda c: c.astype(bool))
+            every = every.drop_duplicates("run")
         runs = every[~every["beside"].astype(bool)]  # a control need not meet the conditions
         controlled, budget = bool((every["beside"].astype(str) == "True").any()), tokens_per_parameter(runs)
         verdict = replace(verdict, sentence=f"{verdict.sentence}{left_out}")

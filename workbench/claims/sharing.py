@@ -74,11 +74,9 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
         crossings[length] = races["crossing"]
         crossed = races["crossing"].dropna()
         rates = f" (cumulative learning rate {listed([f'{r:.3g}' for r in races['rate'].dropna()])})"
-        when = (
-            f"overtaken at step {listed([f'{c:.0f}' for c in crossed])}{rates if races['rate'].notna().any() else ''}"
-            if len(crossed)
-            else f"not overtaken within {steps} steps"
-        )
+        rates = rates if races["rate"].notna().any() else ""
+        when = f"overtaken at step {listed([f'{c:.0f}' for c in crossed])}{rates}"
+        when = when if len(crossed) else f"not overtaken within {steps} steps"
         parts.append(f"T {length:.0f}: early relative loss {lead} nats{seeds_note(lead)}, {when}")
     if not leads:
         raise InsufficientEvidence("Needs transformer and svformer trained under equal conditions.")

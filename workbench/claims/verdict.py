@@ -101,11 +101,8 @@ class Verdict:
         columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
         wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
         by_test = self.table["censored"].astype(bool) & (self.table["p"] * self.factor <= significance())
-        low, high, clear = (
-            [i.low for i in wide],
-            [i.high for i in wide],
-            np.array([i.sign != 0 for i in wide], dtype=bool),
-        )
+        clear = np.array([i.sign != 0 for i in wide], dtype=bool)
+        low, high = [i.low for i in wide], [i.high for i in wide]
         return self.table.assign(low=low, high=high, significant=by_test | clear)
 
     def unmet(self) -> dict[str, str]:
@@ -115,21 +112,15 @@ class Verdict:
             return {}
         needed, tested = table[table["role"].isin(ROLES[:2])], self.status == "gated" or math.isfinite(self.p)
         met = needed["significant"] & (needed["value"] * needed["expected"] > 0) & tested
-        reasons = (
-            needed["low"]
-            .notna()
-            .map(
-                {
-                    True: "the adjusted interval does not exclude 0 in the claimed direction",
-                    False: "no interval over seeds",
-                }
-            )
-        )
+        misses = {
+            True: "the adjusted interval does not exclude 0 in the claimed direction",
+            False: "no interval over seeds",
+        }
+        reasons = needed["low"].notna().map(misses)
         reasons = reasons.mask(needed["censored"], "the log-rank test does not decide in the claimed direction")
         if not tested:
-            reasons = (
-                needed["p"].notna().map({True: "too few seeds for a test", False: "too few seeds for an interval"})
-            )
+            few = {True: "too few seeds for a test", False: "too few seeds for an interval"}
+            reasons = needed["p"].notna().map(few)
         return dict(zip(needed["comparison"].astype(str)[~met], reasons[~met], strict=True))
 
 

@@ -164,8 +164,7 @@ app = Application(
 @app.callback()
 def workbench_command(
     version: Annotated[
-        bool,
-        Option("--version", "-V", callback=checked_argument, is_eager=True, help="Show the version and exit."),
+        bool, Option("--version", "-V", callback=checked_argument, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """An interpretability workbench for value-residual transformers."""
@@ -196,8 +195,7 @@ Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Workers = Annotated[int | None, Option(min=1, help="Number of processes; default one per core.")]
 OneWorker = Annotated[int, Option("--workers", min=1, help="Number of processes that measure.")]
 On = Annotated[
-    str | None,
-    Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json."),
+    str | None, Option("--on", help="Use a Dask cluster instead: dask://HOST:PORT or dask:///path/to/scheduler.json.")
 ]
 Device = Annotated[
     str | None, Option(callback=checked_argument, help="cpu, cuda, cuda:0, mps; default the best one available.")
@@ -212,11 +210,7 @@ ArchitectureName = Annotated[
 ]
 PresetName = Annotated[str, Option(callback=checked_argument, help="A name of `workbench list presets`.")]
 Measures = functools.partial(
-    Option,
-    "--metric",
-    "-m",
-    callback=checked_argument,
-    autocompletion=completing("workbench.cli.listing", "measures"),
+    Option, "--metric", "-m", callback=checked_argument, autocompletion=completing("workbench.cli.listing", "measures")
 )
 RunOrModel = functools.partial(Argument, autocompletion=runs_and_models)
 Documents = Annotated[int, Option("--documents", min=1, help="Largest number of documents.")]
@@ -225,12 +219,10 @@ Options = Annotated[
     Option(callback=checked_argument, help="Architecture option as key=value, for example lambda_v1=0.3."),
 ]
 ModelKeys = Annotated[
-    list[str] | None,
-    Option(callback=checked_argument, help="Model setting as key=value, for example n_layers=8."),
+    list[str] | None, Option(callback=checked_argument, help="Model setting as key=value, for example n_layers=8.")
 ]
 RecipeKeys = Annotated[
-    list[str] | None,
-    Option(callback=checked_argument, help="Training setting as key=value, for example lr=1e-3."),
+    list[str] | None, Option(callback=checked_argument, help="Training setting as key=value, for example lr=1e-3.")
 ]
 ConfigKeys = Annotated[
     list[str] | None,

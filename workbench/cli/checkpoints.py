@@ -38,8 +38,7 @@ def import_checkpoints(
     ],
     name: Annotated[str | None, Option("--name", help="Name of the run; default the file's or folder's name.")] = None,
     architecture: Annotated[
-        str | None,
-        Option(help="Architecture, if the files lack it: resformer. Of logs also SETTING=NAME,RUN=NAME."),
+        str | None, Option(help="Architecture, if the files lack it: resformer. Of logs also SETTING=NAME,RUN=NAME.")
     ] = None,
     option: Options = None,
     config: ConfigKeys = None,

@@ -80,8 +80,7 @@ def analyze(
     paths: Annotated[list[Path] | None, RunOrModel(help="Runs, or folders of runs; default the runs folder.")] = None,
     out: Annotated[Path, Out(help="Folder for tables, figures and the page.")] = Path("results"),
     question: Annotated[
-        list[str] | None,
-        Option(help="A question of `workbench list claims`; repeat it for several. Default all."),
+        list[str] | None, Option(help="A question of `workbench list claims`; repeat it for several. Default all.")
     ] = None,
     text: Annotated[Path | None, Option(help="Text file for runs that were imported without data.")] = None,
     documents: Documents = 64,
@@ -125,8 +124,7 @@ def analyze(
 def xray_report_command(
     path: Annotated[Path, RunOrModel(help="A run, a checkpoint, or the name of a shipped or cached model.")],
     text: Annotated[
-        Path | None,
-        Option(help="Text file, or .bin file of token ids; default a run's own validation documents."),
+        Path | None, Option(help="Text file, or .bin file of token ids; default a run's own validation documents.")
     ] = None,
     out: Annotated[Path | None, Out(help="The page, with a PNG of the same name; default <name>-xray.html.")] = None,
     documents: Annotated[int, Option("--documents", min=4, help="Number of documents.")] = 32,

@@ -137,8 +137,7 @@ def plot_command(
 @app.command(name="view")
 def view_command(
     link: Annotated[
-        str,
-        Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'."),
+        str, Argument(help="Address of a dashboard page, or its end: 'depth?metric=sink_mass&a=text-resformer-s0'.")
     ],
     out: Annotated[
         Path,

@@ -4,16 +4,7 @@
 how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import (
-    ablation,
-    first_token,
-    gradients,
-    lens,
-    mixing,
-    retention,
-    similarity,
-    throughput,
-)
+from workbench.interventions import ablation, first_token, gradients, lens, mixing, retention, similarity, throughput
 from workbench.interventions.ablation import TokenMeans, replaced, token_means, value_ablation
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.edits.base import Edit

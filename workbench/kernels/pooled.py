@@ -91,13 +91,7 @@ def _pooled(
 
 @torch.no_grad()
 def attention_window(
-    q: Queries,
-    k: Keys,
-    lse: Rows,
-    queries: slice,
-    keys: slice,
-    *,
-    scale: float | None = None,
+    q: Queries, k: Keys, lse: Rows, queries: slice, keys: slice, *, scale: float | None = None
 ) -> Float[Tensor, "batch head query key"]:
     """Compute exact pattern entries A_ij = exp(s_ij - lse_i) of a window of queries and keys; future keys are 0.
 

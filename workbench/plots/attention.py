@@ -207,12 +207,8 @@ def attention_pair(
         hover = "query %{y}<br>key %{x}<br>weight %{z:.3f}<extra></extra>"
         figure.add_heatmap(z=z, x=names, y=names, coloraxis="coloraxis", hovertemplate=hover, hoverongaps=False, name=name,
                            row=1, col=i + 1)  # fmt: skip
-        ticks = {
-            "tickvals": names[:: every(len(names))],
-            "tickfont": {"size": 11},
-            "type": "category",
-            "showgrid": False,
-        }
+        shown = names[:: every(len(names))]
+        ticks = {"tickvals": shown, "tickfont": {"size": 11}, "type": "category", "showgrid": False}
         figure.update_xaxes(title_text="key token", tickangle=-90, constrain="domain", **ticks, row=1, col=i + 1)
         across = {"scaleanchor": f"x{i + 1}" if i else "x", "constrain": "domain"}
         query = "query token" if i == 0 else ""

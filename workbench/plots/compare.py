@@ -93,12 +93,8 @@ def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[s
     figure, series = go.Figure(), ordered(table["architecture"])
     for i, name in enumerate(series):
         rows = table[table["architecture"] == name].sort_values("layer")
-        bars = {
-            "array": rows["high"] - rows["value"],
-            "arrayminus": rows["value"] - rows["low"],
-            "thickness": 1.4,
-            "width": 3,
-        }
+        up, down = rows["high"] - rows["value"], rows["value"] - rows["low"]
+        bars = {"array": up, "arrayminus": down, "thickness": 1.4, "width": 3}
         marks = [symbol(name, series) + ("" if clear else "-open") for clear in rows["significant"]]
         figure.add_scatter(
             x=rows["layer"] + DODGE * (i - (len(series) - 1) / 2), y=rows["value"], mode="lines+markers", name=label(name),

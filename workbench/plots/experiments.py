@@ -234,11 +234,8 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
                 f"log-rank p = {p:.2g}" if c else b
                 for p, c, b in zip(part["p"], part["censored"], between, strict=True)
             ]
-        hollow = (
-            part["verdict"] == "unresolved"
-            if "verdict" in part
-            else ~part.get("significant", value.notna()).astype(bool)
-        )
+        unclear_rows = ~part.get("significant", value.notna()).astype(bool)
+        hollow = part["verdict"] == "unresolved" if "verdict" in part else unclear_rows
         context = part["role"] == "context" if "role" in part else value.isna()
         for look, shown in ((colour(MINUS), ~context), (GREY, context)):
             if not shown.any():

@@ -43,11 +43,8 @@ def token_map_figure(
             rest = points[~points["token"].isin(named)]
             parts.append(("other tokens", rest, {"color": FAINT, "size": 4}))
             for n, token in enumerate(named):
-                look = {
-                    "color": COLOURS[n % len(COLOURS)],
-                    "symbol": MARKS[(n + n // len(COLOURS)) % len(MARKS)],
-                    "size": 7,
-                }
+                mark = MARKS[(n + n // len(COLOURS)) % len(MARKS)]
+                look = {"color": COLOURS[n % len(COLOURS)], "symbol": mark, "size": 7}
                 parts.append((words[token], points[points["token"] == token], look))
         else:
             parts.append((by, points, {"color": points[by].to_numpy(), "coloraxis": "coloraxis", "size": 5}))
@@ -70,11 +67,8 @@ def token_map_figure(
     if by != "token":
         top = max(float(points[by].max()) for _, points in panels)
         figure.update_layout(coloraxis=colour_axis(SEQUENTIAL, 0, max(top, 1), by))
-    return (
-        at_least(dressed(figure, title, under, 460), PANEL * len(panels))
-        if len(panels) > 1
-        else dressed(figure, title, under, 460)
-    )
+    drawn = dressed(figure, title, under, 460)
+    return at_least(drawn, PANEL * len(panels)) if len(panels) > 1 else drawn
 
 
 def separation_figure(table: pd.DataFrame, title: str, under: str) -> go.Figure:

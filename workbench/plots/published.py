@@ -81,11 +81,8 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
     for i, part in enumerate(parts):
         by_layer = rows[rows["part"] == part].groupby("layer")["value"].agg(["mean", "min", "max"])
         name = "embedding" if part == "alpha_0" else words(part)
-        bars = {
-            "array": by_layer["max"] - by_layer["mean"],
-            "arrayminus": by_layer["mean"] - by_layer["min"],
-            "thickness": 0.8,
-        }
+        up, down = by_layer["max"] - by_layer["mean"], by_layer["mean"] - by_layer["min"]
+        bars = {"array": up, "arrayminus": down, "thickness": 0.8}
         figure.add_scatter(
             x=by_layer.index.astype(int), y=by_layer["mean"], error_y=bars, name=name, mode="lines+markers", row=1, col=1,
             line={"color": colour_of((210 + 150 * i) / 360)},

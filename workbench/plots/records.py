@@ -150,11 +150,8 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
         if rows["control"].notna().all():
             continue
         values = dict(zip(KEY, key, strict=True))
-        name = ", ".join(
-            f"{'T = ' if k == 'T' else ''}{site(values[k]) if k == 'site' else words(values[k])}"
-            for k in varying
-            if not pd.isna(values[k])
-        )
+        given = [k for k in varying if not pd.isna(values[k])]
+        name = ", ".join("T = " * (k == "T") + (site if k == "site" else words)(values[k]) for k in given)
         if minus := str(values["unit"]).endswith(MINUS):
             name = f"{MINUS}: {name}" if name else MINUS
         chosen = form or form_of(rows)
@@ -402,11 +399,8 @@ def lines(
             if smooth > 1 and len(curve) > MAX_POINTS:  # what was smoothed loses nothing
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
             alone = paired and part["run"].nunique() == 1
-            band = (
-                "± standard error as if the documents of A and B were independent, one pair of runs"
-                if band and alone
-                else band
-            )
+            if band and alone:
+                band = "± standard error as if the documents of A and B were independent, one pair of runs"
             note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
             legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init, of_seeds=of_seeds)
@@ -424,14 +418,9 @@ def lines(
         init = measured[measured["step"] == 0].groupby(x)["value"].mean() if at_init else measured.iloc[:0]["value"]
         if len(init) and (init - line).abs().max() < NEAR * np.ptp([*measured["value"], *line]):
             legend.bands.add(f"step 0 lies on {name}")
-        if (
-            control == "uniform_causal"
-            and measured["metric"].iloc[0] == "importance_entropy"
-            and not measured["variant"].notna().any()
-        ):
-            legend.bands.add(
-                "uniform causal is not the maximum, which is ln T" if (measured["value"] > line.max()).any() else ""
-            )
+        above = control == "uniform_causal" and (measured["value"] > line.max()).any()
+        if above and measured["metric"].iloc[0] == "importance_entropy" and measured["variant"].isna().all():
+            legend.bands.add("uniform causal is not the maximum, which is ln T")
 
 
 def _line(
@@ -442,12 +431,8 @@ def _line(
     name, at = label(architecture), "" if step is None else f" at step {step:.0f}"
     whiskers, varies = None, (curve["low"] < curve["high"]).any()
     if varies and not of_seeds:
-        whiskers = {
-            "array": curve["high"] - curve["mean"],
-            "arrayminus": curve["mean"] - curve["low"],
-            "thickness": 0.8,
-            "width": 2,
-        }
+        up, down = curve["high"] - curve["mean"], curve["mean"] - curve["low"]
+        whiskers = {"array": up, "arrayminus": down, "thickness": 0.8, "width": 2}
     elif varies:
         outline = np.concatenate([curve["high"], curve["low"][::-1]])
         around = np.concatenate([curve.index, curve.index[::-1]])

@@ -186,13 +186,8 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     lengths = ", ".join(str(t) for t in sorted(measured["T"].dropna().unique()))
     n = sorted(measured["n"].dropna().unique())
     runs = measured[["architecture", "seed", "run"]].drop_duplicates()  # of hundreds of thousands of rows a few hundred
-    seeds = (
-        runs["seed"]
-        .astype("str")
-        .fillna(runs["run"].astype("str"))
-        .groupby(runs["architecture"], dropna=False)
-        .nunique()
-    )
+    names = runs["seed"].astype("str").fillna(runs["run"].astype("str"))
+    seeds = names.groupby(runs["architecture"], dropna=False).nunique()
     say.append(f"T = {lengths}" if lengths else "")
     say.append(f"n = {n[0]}{f' to {n[-1]}' if len(n) > 1 else ''} documents" if n else "")
     few, many = int(seeds.min()), int(seeds.max())
@@ -207,11 +202,8 @@ def subtitle(frame: pd.DataFrame, *extra: str) -> str:
     partial = dict.fromkeys(
         map(left_out, (text for text in measured["provenance"].dropna().unique() if '"left_out":' in text))
     )
-    shown = dict.fromkeys(
-        facts(text)["coverage"].rstrip(".")
-        for text in measured["provenance"].dropna().unique()
-        if '"coverage":' in text
-    )
+    texts = (text for text in measured["provenance"].dropna().unique() if '"coverage":' in text)
+    shown = dict.fromkeys(facts(text)["coverage"].rstrip(".") for text in texts)
     return wrapped("; ".join(s for s in (*doubts, *say, *partial, *extra, *shown) if s), 125)
 
 

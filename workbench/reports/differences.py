@@ -122,11 +122,8 @@ class Differences:
         return {name: getattr(self, name) for name in TABLES}
 
     def _repr_html_(self) -> str:
-        shown = [
-            f"<h4>{name}</h4>{table.to_html(index=False, border=0)}"
-            for name, table in self.tables.items()
-            if len(table)
-        ]
+        tables = ((name, t.to_html(index=False, border=0)) for name, t in self.tables.items() if len(t))
+        shown = [f"<h4>{name}</h4>{table}" for name, table in tables]
         names = {str(i): name for i, name in enumerate(self.names, 1)}
         return notebook_html("differences", names, *shown, *(f"<p>{escape(note)}</p>" for note in self.notes))
 
@@ -218,11 +215,8 @@ class Side:
             info = self.state().info
             return {"format": info.format, "model": dict(info.config or {})}
         model = self.thing
-        return {
-            "architecture": model.architecture,
-            "options": getattr(model, "options", {}),
-            "model": vars(model.config),
-        }
+        options = getattr(model, "options", {})
+        return {"architecture": model.architecture, "options": options, "model": vars(model.config)}
 
     def tensors(self) -> Mapping[str, Any]:
         """Return the tensors by name, unread where they are in a file."""
@@ -311,13 +305,8 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
         change = matrix_change(first, second, top)
         place_in_name = re.fullmatch(r"(?:.*?\.)?(\d+)\.(.*)", name)  # the first number is the layer
         layer, matrix = (int(place_in_name[1]), place_in_name[2]) if place_in_name else (None, name)
-        row = {
-            "tensor": name,
-            "layer": layer,
-            "matrix": matrix,
-            "shape": " × ".join(map(str, one.shape)),
-            "relative": change.relative,
-        }
+        shape = " × ".join(map(str, one.shape))
+        row = {"tensor": name, "layer": layer, "matrix": matrix, "shape": shape, "relative": change.relative}
         if one.ndim > 1:
             row |= {
                 "top_share": change.shares[0], "top_k_share": change.shares.sum(), "overlap_out": change.overlap[0],
@@ -424,9 +413,8 @@ def measure_differences(
     partly = len(alone.intersection(each))
     over = (
         f" {partly} of {len(each)} measures are means over the layers, heads, positions and documents that both have."
-        if partly
-        else ""
     )
+    over = over if partly else ""
     if not tested:
         few = f"{seeds} shared seed{'s' * (seeds > 1)}: nothing is claimed about the models; {MIN_SEEDS} seeds are needed."
         return table, few + over
@@ -448,12 +436,8 @@ def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | N
         rows = rows[rows["document"].notna() & rows["value"].notna()]
         sides.append(rows.assign(**{c: rows[c].fillna(-1) if c in rows else -1 for c in CELL}))
     a, b = sides
-    if (
-        named["part"] != ""
-        or a.empty
-        or b.empty
-        or len({facts(p).get("data") for x in sides for p in x["provenance"].unique()}) > 1
-    ):
+    data = {facts(p).get("data") for x in sides for p in x["provenance"].unique()}
+    if named["part"] != "" or a.empty or b.empty or len(data) > 1:
         return None
     means = [x.groupby(["document", *CELL])["value"].mean() for x in (a, b)]
     shared = pd.concat(means, axis=1, join="inner", keys=["a", "b"]).groupby(level="document").mean()

@@ -91,25 +91,15 @@ def latex_table(frame: pd.DataFrame) -> str:
     numeric, (names, *rows) = _written(frame)
     equal = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows, strict=True)]
     equal = [False] * len(names) if all(equal) else equal
-    about = ", ".join(
-        f"{name}: {cell}"
-        for name, cell, same in zip(names, rows[0] if rows else names, equal, strict=True)
-        if same and cell
-    )
+    parts = zip(names, rows[0] if rows else names, equal, strict=True)
+    about = ", ".join(f"{name}: {cell}" for name, cell, same in parts if same and cell)
     columns, shown = "", [i for i, same in enumerate(equal) if not same]
     for i in shown:
         wide = max(len(row[i]) for row in rows) > WIDE
         columns += "r" if numeric[i] else "p{40mm}" if wide else "l"
     head, *body = [" & ".join(_escaped(row[i]) for i in shown) + r" \\" for row in (names, *rows)]
-    lines = [
-        rf"\begin{{tabular}}{{{columns}}}",
-        r"\toprule",
-        head,
-        r"\midrule",
-        *body,
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
+    begin = rf"\begin{{tabular}}{{{columns}}}"
+    lines = [begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
     if about:
         caption = rf"\caption{{Equal in all rows: {_escaped(about)}.}}"
         lines = [r"\begin{table}", r"\centering", caption, *lines, r"\end{table}"]

@@ -65,20 +65,12 @@ def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
 def _in_order(steps: Iterable[tuple[tuple[object, ...], float, int]]) -> pd.DataFrame:
     """One row per run, from its names, its step (NaN: not reached) and its last step."""
     rows = [
-        (
-            *run,
-            None if math.isnan(step) else round(step),
-            int(last),
-            "not formed" if math.isnan(step) else f"step {step:.0f}",
-        )
-        for run, step, last in steps
+        (*run, None, int(last), "not formed") if math.isnan(at) else (*run, round(at), int(last), f"step {at:.0f}")
+        for run, at, last in steps
     ]
     table = pd.DataFrame(rows, columns=[*RUN, "formation_step", "last_step", "formed"])
     table = table.astype({"formation_step": "Int64", "seed": "Int64"})
     medians = table["formation_step"].astype("float64").fillna(math.inf).groupby(table["architecture"]).median()
     order = table["architecture"].map(medians)
-    return (
-        table.assign(order=order)
-        .sort_values(["order", "architecture", "seed"], ignore_index=True)
-        .drop(columns="order")
-    )
+    table = table.assign(order=order).sort_values(["order", "architecture", "seed"], ignore_index=True)
+    return table.drop(columns="order")

@@ -467,17 +467,9 @@ def path(source: Source, link: Link) -> Drawing:
         if tokens != choice.tokens[0]:
             sentences.append(f"{subject.title} is left out: it has other tokens.")
             continue
-        found = source.query(
-            prompts.token_path,
-            subject,
-            choice.text,
-            layer=choice.layer,
-            head=choice.head,
-            query=query,
-            key=key,
-            token=token,
-            against="others" if query else None,
-        )
+        asked: dict[str, Any] = {"layer": choice.layer, "head": choice.head, "query": query, "key": key, "token": token}
+        asked |= {"against": "others" if query else None}
+        found = source.query(prompts.token_path, subject, choice.text, **asked)
         own, parts = plots.colour(subject.series), _folded(found.score.keys.to_frame())[0]
         sources, readers = list[plots.Strand](), list[plots.Strand]()
         for name, size in zip(map(prompts.part_in_words, parts.index), parts, strict=True):

@@ -151,11 +151,8 @@ def layers(source: Source, link: Link) -> Drawing:
         sentences.append("Relative depth applies to lines over layers only.")
     title = f"{_title(selected)}{'' if compare else selected.at_step}"
     everything = pd.concat(stored, ignore_index=True)
-    figure = (
-        plots.compared(stored, more_seeds, form=form, title=title, spread=selected.spread)
-        if compare
-        else plots.plot(everything, form=form, title=title, spread=selected.spread)
-    )
+    look: dict[str, Any] = {"form": form, "title": title, "spread": selected.spread}
+    figure = plots.compared(stored, more_seeds, **look) if compare else plots.plot(everything, **look)
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
     return Drawing(figure, everything, " ".join(sentences))
@@ -224,11 +221,8 @@ def differences(source: Source, link: Link) -> Drawing:
         raise WorkbenchError("one pair of runs, which A − B shows already")
     seeds = f"{few}{f' to {most}' if most > few else ''} paired seed{'s' * (most > 1)}"
     shown = table if most >= MIN_SEEDS else table.assign(low=float("nan"), high=float("nan"))
-    whisker = (
-        f"whisker: {confidence()} interval, Holm-adjusted over {len(tested)} comparisons; hollow: includes 0"
-        if tested
-        else ""
-    )
+    whisker = f"whisker: {confidence()} interval, Holm-adjusted over {len(tested)} comparisons; hollow: includes 0"
+    whisker = whisker if tested else ""
     control = selected.rows["control"].isna()
     unit = str(selected.rows["unit"].dropna().iloc[0]) if selected.rows["unit"].notna().any() else ""
     under = "; ".join(filter(None, (f"mean over {seeds}" if most > 1 else seeds, whisker)))
@@ -237,18 +231,11 @@ def differences(source: Source, link: Link) -> Drawing:
     figure = plots.layer_differences(shown, title, under, axis)
     sentences = []
     for model, part in table.groupby("architecture", sort=False):
-        layers_of = part.loc[part["significant"], "layer"].tolist()
-        where = (
-            f"differs in layer{'s' * (len(layers_of) > 1)} {listed(list(map(str, layers_of)))}"
-            if layers_of
-            else "no layer differs"
-        )
+        layers_of = part.loc[part["significant"], "layer"].astype(str).tolist()
+        where = f"differs in layer{'s' * (len(layers_of) > 1)} {listed(layers_of)}" if layers_of else "no layer differs"
         sentences.append(f"{plain(plots.label(str(model)))}: {where}")
-    sentence = (
-        f"{'. '.join(sentences)} ({seeds}, Holm-adjusted)."
-        if tested
-        else f"{seeds.capitalize()}: a verdict needs {MIN_SEEDS}."
-    )
+    few_seeds = f"{seeds.capitalize()}: a verdict needs {MIN_SEEDS}."
+    sentence = f"{'. '.join(sentences)} ({seeds}, Holm-adjusted)." if tested else few_seeds
     return Drawing(figure, table, sentence)
 
 

@@ -162,14 +162,8 @@ def moved_measures(source: Source, link: Link) -> Drawing:
         sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} not drawn."
     names = []
     for row in shown.to_dict("records"):
-        parts = [
-            str(row["metric"]).replace("_", " "),
-            *(
-                SITES.get(row[k], str(row[k]).replace("_", " "))
-                for k in ("site", "variant", "part")
-                if row[k] is not None
-            ),
-        ]
+        of = [row[k] for k in ("site", "variant", "part") if row[k] is not None]
+        parts = [str(row["metric"]).replace("_", " "), *(SITES.get(x, str(x).replace("_", " ")) for x in of)]
         names.append(", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts))
     hollow = ["circle" if moved else "circle-open" for moved in shown["moved"]]
     figure = go.Figure(go.Scatter(

@@ -233,12 +233,9 @@ def method(result: Finding) -> str:
     few, most = result.seeds
     seeds, models = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
     holm = f", Holm-adjusted over {models} models" if models > 1 else ""
-    sentences = [
-        f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
-        if most > 1
-        else "1 seed: each number is one pair of runs and has no interval.",
-        result.outcome.note,
-    ]
+    means = f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
+    single = "1 seed: each number is one pair of runs and has no interval."
+    sentences = [means if most > 1 else single, result.outcome.note]
     if result.never:
         sentences.append(
             f"Never below it: {_never(result)}. They count with their last step in the means; the verdict is a log-rank "
@@ -247,11 +244,8 @@ def method(result: Finding) -> str:
     if len(result.rates) > 1:
         rate, best = result.rates[result.group], result.rates[result.best]
         lowest = f"the lowest final loss of the Transformer among {len(result.rates)} rates"
-        sentences.append(
-            f"Learning rate {rate:g}, with {lowest}."
-            if rate == best
-            else f"Learning rate {rate:g}, chosen here; {best:g} has {lowest}."
-        )
+        other = f"Learning rate {rate:g}, chosen here; {best:g} has {lowest}."
+        sentences.append(f"Learning rate {rate:g}, with {lowest}." if rate == best else other)
     if math.isfinite(result.budget):
         early = "; differences are of early training, and the verdict on lower loss judges the longest training"
         early = early if result.budget < TESTED else ""

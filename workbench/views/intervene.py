@@ -160,11 +160,8 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     effects, refused = answers
     tops = [[e.top_before.head(most - most // 3), e.top_after, e.top_before] for _, e in effects]
     own = [pd.concat(top).drop_duplicates("id").head(most) for top in tops]
-    alike = (
-        len(effects) == 2
-        and len({len(e.before) for _, e in effects}) == 1
-        and read_alike(*(s.entry for s, _ in effects))
-    )
+    lengths = {len(e.before) for _, e in effects}
+    alike = len(effects) == 2 and len(lengths) == 1 and read_alike(*(s.entry for s, _ in effects))
     if alike:  # the same tokens for both, so that they can be compared
         both = pd.concat([r.head(most // 2) for r in own]).drop_duplicates("id")
         own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in effects]
@@ -185,11 +182,9 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
         names = plots.unique([safe(t) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
         minus = name == plots.MINUS  # a difference of probabilities is in percentage points
-        form, scale, unit, nothing = (
-            ("{:+.1f}", 100, f"probability, {plots.MINUS} (points)", "0")
-            if minus
-            else ("{:.1%}", 1, "probability", "<0.1%")
-        )
+        form, scale, unit, nothing = "{:.1%}", 1, "probability", "<0.1%"
+        if minus:
+            form, scale, unit, nothing = "{:+.1f}", 100, f"probability, {plots.MINUS} (points)", "0"
         before, after = (
             [nothing if abs(p) < SMALL else form.format(scale * p).replace("-", "−") for p in rows[when]]
             for when in ("before", "after")

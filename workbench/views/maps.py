@@ -108,13 +108,8 @@ def tokens(source: Source, link: Link) -> Drawing:
         tables.append(points.assign(model=subject.title))
         sentences.append(f"{subject.tag}: {_in_words(token_map)}" if subject.tag else _in_words(token_map))
     first, last = drawn[0][1], drawn[-1][1]
-    facts = [
-        *([] if len(drawn) > 1 else [drawn[0][0].name]),
-        f"layer {layer}",
-        of,
-        FIT[method].format(n=ids.numel()),
-        f"{len(first.points)} points whose token repeats",
-    ]
+    facts = [f"layer {layer}", of, FIT[method].format(n=ids.numel()), f"{len(first.points)} points whose token repeats"]
+    facts = facts if len(drawn) > 1 else [drawn[0][0].name, *facts]
     if method == "pca":
         facts.append(f"the plane holds {' and '.join(f'{m.explained:.0%}' for _, m in drawn)} of the variance")
     if len(drawn) > 1:

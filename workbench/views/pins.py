@@ -149,13 +149,8 @@ def escaped(text: object) -> str:
 def _command(pin: Pin, out: bool = False) -> str:
     """The shell command that draws a pin, on one line; `=` keeps text from becoming another option."""
     name = re.sub(r"[^\w-]+", "_", pin.view)
-    words = [
-        "workbench",
-        "view",
-        " ".join(pin.link.split()),
-        f"--only={pin.view}",
-        *([f"--out={name}.svg"] if out else []),
-    ]
+    words = ["workbench", "view", " ".join(pin.link.split()), f"--only={pin.view}"]
+    words += [f"--out={name}.svg"] if out else []
     if words[2].startswith("-"):
         words = [*words[:2], *words[3:], "--", words[2]]
     return " ".join(shlex.join(words).split())

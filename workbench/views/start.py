@@ -237,18 +237,12 @@ def verdicts(source: Source, link: Link) -> Drawing:
     judged = judgements(source, link)
     tested = [j for j in judged if j.verdict.status != "not_checkable"] or judged
     statuses = [(QUESTIONS[j.claim.question], j.claim.name, j.verdict.status) for j in tested]
-    folded = (
-        f"; {len(judged) - len(tested)} claims that these runs cannot check are left out"
-        if len(tested) < len(judged)
-        else ""
-    )
+    folded = f"; {len(judged) - len(tested)} claims that these runs cannot check are left out"
+    folded = folded if len(tested) < len(judged) else ""
     under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it{folded}"
     results = [j.verdict for j in judged]
-    chance = (
-        expected_by_chance(results)
-        if any(math.isfinite(v.p) for v in results)
-        else "No claim is tested here; each says what it lacks. A p-value in its sentence is of one comparison and decides nothing."
-    )
+    chance = "No claim is tested here; each says what it lacks. A p-value in its sentence is of one comparison and decides nothing."
+    chance = expected_by_chance(results) if any(math.isfinite(v.p) for v in results) else chance
     return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
 
@@ -319,11 +313,8 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
          "address": str(Link("training", {"set": e.group, "find": e.name}))}
         for e in entries
     ])  # fmt: skip
-    written = logged_rows(
-        source,
-        entries,
-        [m for m in dict.fromkeys((metric, "validation_loss")) if (logged if m == metric else judged.claim.final_loss)],
-    )
+    both, final = dict.fromkeys((metric, "validation_loss")), judged.claim.final_loss
+    written = logged_rows(source, entries, [m for m in both if (logged if m == metric else final)])
     return table, pd.concat([source.records(entries, judged.claim.metrics), written], ignore_index=True)
 
 

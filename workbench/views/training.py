@@ -59,12 +59,10 @@ def _rows(source: Source, link: Link, metric: str, *, seeds: bool = False) -> li
         subjects = {
             of[0].entry.name: of for of in reversed(list(zip(*pairs, strict=True)))
         }  # of one run at two steps A stays
-        parts = [
-            source.telemetry([s.entry for s in of], [metric]).assign(
-                architecture=of[0].series.removesuffix(of[0].entry.at_step(of[0].step))
-            )
-            for of in reversed(subjects.values())
-        ]
+        parts = []
+        for of in reversed(subjects.values()):
+            name = of[0].series.removesuffix(of[0].entry.at_step(of[0].step))
+            parts.append(source.telemetry([s.entry for s in of], [metric]).assign(architecture=name))
     else:
         parts = [source.telemetry(source.chosen(link), [metric])]
     parts = [p for p in parts if len(p)]

@@ -74,11 +74,8 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str, caption
     page = Page(title, wide=True)
     page.add(paragraph(caption, "small") if caption else "")
     for drawing in made.values():
-        page.add(
-            page.figure(drawing.figure),
-            paragraph(drawing.sentence) if drawing.sentence else "",
-            numbers_html(drawing.table),
-        )
+        words = paragraph(drawing.sentence) if drawing.sentence else ""
+        page.add(page.figure(drawing.figure), words, numbers_html(drawing.table))
     page.write(out, command)
 
 

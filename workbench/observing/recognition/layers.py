@@ -15,12 +15,7 @@ from workbench.observing.recognition.attention_calls import BY_HAND, UNREAD, Tra
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, block_number, streams_of_block
 from workbench.observing.recognition.executions import MATRIX, Execution, rows_at, run_index
 from workbench.observing.recognition.fits import fit_rotated
-from workbench.observing.recognition.outputs import (
-    EarlierStreams,
-    find_additions,
-    find_output,
-    fit_combination,
-)
+from workbench.observing.recognition.outputs import EarlierStreams, find_additions, find_output, fit_combination
 from workbench.observing.recognition.projections import (
     OwnValues,
     find_own_values,
@@ -43,11 +38,7 @@ from workbench.observing.recognition.structure import (
 from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValueTables
 
-_ROLES = {
-    "fused": ("fused",),
-    "eager": ("scores", "softmax", "values"),
-    BY_HAND: ("scores", "values"),
-}
+_ROLES = {"fused": ("fused",), "eager": ("scores", "softmax", "values"), BY_HAND: ("scores", "values")}
 """Roles of the calls of an attention, by its kind."""
 
 
