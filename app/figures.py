@@ -315,10 +315,9 @@ def _numbers(drawing: Drawing, name: str) -> None:
         shown, width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}", column_order=[*first, *rest],
         column_config=config, alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
     )  # fmt: skip
-    words = {widgets.spaced(c): widgets.escaped(table[c].iloc[0]) for c in equal if c not in LAST}
-    about = ", ".join(f"{column} {value}" for column, value in words.items())
-    if about:
-        st.caption(f"Equal in all rows: {about}.")
+    words = [f"{widgets.spaced(c)} {widgets.escaped(table[c].iloc[0])}" for c in equal if c not in LAST]
+    if words:
+        st.caption(f"Equal in all rows: {', '.join(words)}.")
 
 
 M = TypeVar("M", bound=Measure)
@@ -382,9 +381,6 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
             out, caption = Path(folder) / f"figure.{ending}", caption_of(cached_source(), link)
             return picture(drawing.figure, out, background=ground, caption=caption, mm=WIDTHS[width]).read_bytes()
 
-    def page() -> str:
-        return plots.html(drawing.figure, whole=True)
-
     no_browser, widths = find_browser() is None, [w for w, mm in WIDTHS.items() if fits(drawing.figure, mm)]
     key = f"width_{name}"
     width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[-1], required=True, key=key))
@@ -396,7 +392,7 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
         ("SVG", "shape_line", "svg", "image/svg+xml", lambda: image("svg", "white")),
         ("PNG", "image", "png", "image/png", lambda: image("png", "white")),
         ("PNG, transparent", "background_replace", "png", "image/png", lambda: image("png", "rgba(0,0,0,0)")),
-        ("Figure (HTML)", "html", "html", "text/html", page),
+        ("Figure (HTML)", "html", "html", "text/html", lambda: plots.html(drawing.figure, whole=True)),
     ]  # fmt: skip
     with st.container(horizontal=True, gap="xsmall"):
         for label, icon, ending, kind, make in buttons:

@@ -24,10 +24,8 @@ MIN_TEXT = 200  # characters of a text to measure on
 def open_box() -> None:
     """A line that imports a checkpoint as a run and shows it."""
     with st.form("open_form", border=False), st.container(horizontal=True, vertical_alignment="bottom"):
-        label, example = (
-            "Open a model of yours: folder, file, or name of a cached Hub model",
-            "/models/checkpoint.pt or gpt2",
-        )
+        label = "Open a model of yours: folder, file, or name of a cached Hub model"
+        example = "/models/checkpoint.pt or gpt2"
         path = st.text_input(
             label, key="open_path", placeholder=example,
             help=f"Files are read, never run. The model becomes a run in {widgets.escaped(root())}.",

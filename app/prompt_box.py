@@ -70,10 +70,8 @@ def prompt_box(link: Link) -> Link:
         with contextlib.suppress(WorkbenchError):  # a prompt that cannot be read is refused where it is read
             length, trained = len(source.tokens(subject, source.prompt(link))), Run.open(subject.entry.path).train.T
             if length > trained:
-                st.warning(
-                    f"{length} tokens, trained on {trained}: results beyond them are unreliable.",
-                    icon=":material/straighten:",
-                )
+                words = f"{length} tokens, trained on {trained}: results beyond them are unreliable."
+                st.warning(words, icon=":material/straighten:")
     return link
 
 

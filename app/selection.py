@@ -102,9 +102,10 @@ def _experiment(page: str, groups: dict[str, list[Entry]], default: str | None) 
         same = [apart[other].split(", ") for other in alike[names[group], shapes[group], shipped[group]]]
         more = [part for part in apart[group].split(", ") if any(part not in others for others in same)]
         numbers = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items()]
-        if is_study(folder):  # whose name says what its data are
-            return ", ".join(filter(None, (folder.name, *more, shapes[group], names[group], *numbers)))
-        return ", ".join(filter(None, (*more, names[group], shapes[group], *numbers)))
+        content = (names[group], shapes[group])
+        # the name of a study says what its data are
+        of = (folder.name, *more, *content[::-1]) if is_study(folder) else (*more, *content)
+        return ", ".join(filter(None, (*of, *numbers)))
 
     group = str(widgets.choose(
         "Experiment", "set", list(groups), default, show=words, width=EXPERIMENT_PX,

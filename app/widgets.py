@@ -158,12 +158,8 @@ def choose_many(
         warn_ignored(label, ", ".join(gone), [show(o) for o in options])
     st.session_state[f"w_{key}"] = wanted if wanted or asked == "" else list(options if default is None else default)
     given: Any = {"key": f"w_{key}", "format_func": show, "on_change": _mirror, "args": (key, ",".join, clears)}
-    names = (
-        st.multiselect(label, options, **given, **box)
-        if box
-        else st.pills(label, options, selection_mode="multi", **given)
-    )
-    return list(names or ())
+    draw: Any = st.multiselect if box else st.pills
+    return list(draw(label, options, **given, **(box or {"selection_mode": "multi"})) or ())
 
 
 def range_slider(label: str, key: str, count: int) -> tuple[int, int]:

@@ -34,6 +34,10 @@ def _block(point: str, axes: str, meaning: str) -> Activation:
     return Activation(hook=f"blocks.{{layer}}.{point}", axes=f"batch {axes}", meaning=meaning)
 
 
+def _weights(point: str, meaning: str) -> Activation:
+    return Activation(hook=f"blocks.{{layer}}.{point}", axes="source", meaning=meaning)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "embed": Activation(hook="hook_embed", axes="batch pos d_model", meaning="token embeddings"),
     "stream": _block(
@@ -56,9 +60,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "own_v": _block("attn.own.hook_v", "pos kv_head d_head", "value projected from this layer's own input"),
     "latent": _block("attn.hook_latent", "pos latent", "compressed input of keys and values (MLA)"),
     "first_v": _block("attn.source.0.hook_v", "pos kv_head d_head", "first layer's value as it arrives here"),
-    "v_mix": Activation(
-        hook="blocks.{layer}.attn.hook_v_mix", axes="source", meaning="value coefficients in use: sources, own last"
-    ),
+    "v_mix": _weights("attn.hook_v_mix", "value coefficients in use: sources, own last"),
     "v_weights": _block(
         "attn.hook_v_weights", "pos kv_head source", "value coefficients of each token, if they depend on it; own last"
     ),
@@ -79,22 +81,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "cross_rot_k": _block(
         "attn.cross.hook_rot_k", "pos kv_head d_head", "another layer's rotated key, attended to here"
     ),
-    "q_mix": Activation(
-        hook="blocks.{layer}.attn.hook_q_mix", axes="source", meaning="query coefficients in use: sources, own last"
-    ),
-    "k_mix": Activation(
-        hook="blocks.{layer}.attn.hook_k_mix", axes="source", meaning="key coefficients in use: sources, own last"
-    ),
-    "output_mix": Activation(
-        hook="blocks.{layer}.attn.hook_output_mix",
-        axes="source",
-        meaning="coefficients in use of the terms added to the head outputs",
-    ),
-    "pattern_mix": Activation(
-        hook="blocks.{layer}.attn.hook_pattern_mix",
-        axes="source",
-        meaning="coefficients in use of mixed patterns or scores: first, own",
-    ),
+    "q_mix": _weights("attn.hook_q_mix", "query coefficients in use: sources, own last"),
+    "k_mix": _weights("attn.hook_k_mix", "key coefficients in use: sources, own last"),
+    "output_mix": _weights("attn.hook_output_mix", "coefficients in use of the terms added to the head outputs"),
+    "pattern_mix": _weights("attn.hook_pattern_mix", "coefficients in use of mixed patterns or scores: first, own"),
     "z": _block("attn.hook_z", "pos head d_head", "attention output per head, exactly what W_O multiplies"),
     "scores": _block("attn.hook_attn_scores", "head query key", "scaled, masked attention scores (T x T)"),
     "pattern": _block("attn.hook_pattern", "head query key", "attention probabilities (T x T)"),
@@ -115,11 +105,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "lse": _block("attn.hook_lse", "head pos", "log-sum-exp of each query's scores"),
     "null": _block("attn.hook_null", "head pos", "attention of each query that goes to no token (sink logits)"),
     "dwa_in": _block("hook_dwa_in", "pos d_model", "raw block output, before the average of outputs"),
-    "dwa_weights": Activation(
-        hook="blocks.{layer}.hook_dwa_weights",
-        axes="source",
-        meaning="weights of the averaged outputs in use, own last",
-    ),
+    "dwa_weights": _weights("hook_dwa_weights", "weights of the averaged outputs in use, own last"),
     "depth_weights": _block(
         "hook_depth_weights", "pos head source", "weights by token of earlier outputs in the input after the block"
     ),

@@ -214,10 +214,8 @@ def _patching(bare: Link) -> None:
     """The map of patches, and the effect of one of them: the address's, else the strongest."""
     ready(bare, "Patching one activation at a time", intervene.patched_activation)
     source = cached_source()
-    best, tokens = (
-        intervene.patched_activation(source, bare),
-        source.tokens(source.subjects(bare)[0], bare.text("other")),
-    )
+    best = intervene.patched_activation(source, bare)
+    tokens = source.tokens(source.subjects(bare)[0], bare.text("other"))
     at = token_strip.selected_position("position", POSITION, len(tokens), default=best.position)
     with toolbar("cell"):
         layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)

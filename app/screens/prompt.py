@@ -96,12 +96,11 @@ def prompt_page(link: Link) -> None:
             views = (prompt.two_texts, prompt.surprise)
         if shown == "layers":
             names = {name: row[0] for name, row in prompt.LENS.items()}
-            link = link.but(
-                quantity=widgets.choose(
-                    "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
-                ),
-                lens=widgets.choose("Lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130),
+            quantity = widgets.choose(
+                "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
             )
+            lens = widgets.choose("Lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130)
+            link = link.but(quantity=quantity, lens=lens)
             if link.text("lens") == "tuned":
                 fits = {"auto": "automatic", **tuned.TEXTS}
                 fit = widgets.choose("Text of the fit", "fit", list(fits), "auto", show=fits.__getitem__, width=230)

@@ -399,11 +399,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
 def _verdict(judged: start.Judgement, sentence: str = "", *, text: bool = True) -> None:
     if text:
         st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
-    box, words = (
-        {"supported": st.success, "refuted": st.error}.get(judged.verdict.status, st.info),
-        judged.verdict.words,
-    )
-    box(f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.typeset(sentence)}".strip())
+    box, words = {"supported": st.success, "refuted": st.error}, judged.verdict.words
+    sentence = f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.typeset(sentence)}".strip()
+    box.get(judged.verdict.status, st.info)(sentence)
 
 
 # ---- the demo --------------------------------------------------------------------------------------------------------

@@ -217,15 +217,8 @@ def _queries(
             raise BadCheckpoint(f"{next(iter(names.values()))} has no {missing.pop()} beside it in this checkpoint")
         vector = tensors[names["query"]].double().flatten() * tensors[names["gain"]].double().flatten()
         vectors[part if n is None else f"{part} {n}"] = vector
-        rows.append(
-            {
-                "quantity": "depth query, norm",
-                "layer": n,
-                "part": part,
-                "value": float(vector.norm()),
-                "tensor": names["query"],
-            }
-        )
+        row = {"quantity": "depth query, norm", "layer": n, "part": part, "value": float(vector.norm())}
+        rows.append({**row, "tensor": names["query"]})
     size = config.get("attn_res_block_size", (config.get("text_config") or {}).get("attn_res_block_size"))
     notes = [f"Outputs are summed in blocks of {size} layers (attn_res_block_size)."] if size else []
     return rows, vectors, notes

@@ -229,19 +229,8 @@ def _scalar(kind: Any = None, data: Any = b"", *_: Any) -> Any:
     match = re.fullmatch(r"([fiub])([1248])", getattr(kind, "code", ""))
     if match is None or not isinstance(data, bytes) or len(data) != int(match[2]):
         return NotRead()
-    letters = {
-        "f2": "e",
-        "f4": "f",
-        "f8": "d",
-        "i1": "b",
-        "i2": "h",
-        "i4": "i",
-        "i8": "q",
-        "u1": "B",
-        "u2": "H",
-        "u4": "I",
-        "u8": "Q",
-    }
+    kinds = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+    letters = dict(zip(kinds, "efdbhiqBHIQ", strict=True))
     letter = "?" if match[1] == "b" else letters.get(match[0], "")
     return struct.unpack(f"{kind.order}{letter}", data)[0] if letter else NotRead()
 

@@ -151,10 +151,8 @@ def judge_apart(folder: Path, entries: Sequence[Entry], progress: Callable[..., 
 def main(folder: Path) -> None:
     """Judge the runs whose paths are the lines of standard input; print progress and the verdicts as JSON lines."""
     asked, out = set(sys.stdin.read().splitlines()), sys.stdout
-    known = [
-        *catalogue(folder).entries,
-        *(e for name in ("evidence", "models") for e in catalogue(SHIPPED / name).entries),
-    ]
+    shipped = (e for name in ("evidence", "models") for e in catalogue(SHIPPED / name).entries)
+    known = [*catalogue(folder).entries, *shipped]
     runs = list({entry.path: entry for entry in known if entry.path in asked}.values())
     if len(runs) < len(asked):
         raise WorkbenchError(f"{len(asked) - len(runs)} of {len(asked)} runs to judge are gone from {folder}")

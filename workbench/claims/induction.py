@@ -13,10 +13,8 @@ from workbench.statistics.formation import formation_steps
 from workbench.statistics.intervals import Interval
 
 PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"
-SAME_SCALE = (
-    SCALED,
-    "first_layer_shuffled",
-)  # controls with ResFormer's scale of own values, and nothing of this sequence's first layer
+SAME_SCALE = (SCALED, "first_layer_shuffled")
+"""Controls with ResFormer's scale of own values, and nothing of this sequence's first layer."""
 
 
 @claim(

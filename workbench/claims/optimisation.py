@@ -27,11 +27,8 @@ def not_merely_easier_optimisation(evidence: Evidence) -> Verdict:
     sweep = text.comparable("transformer", RESFORMERS, ignoring=("lr",))
     model = sweep.first_of(RESFORMERS)
     losses = sweep.losses()
-    intervals = {
-        f"at rate {rate:g}": sweep.difference(rows, model)
-        for rate, rows in losses.groupby("lr")
-        if {model, "transformer"} <= set(rows["model"])
-    }
+    by_rate = ((rate, rows) for rate, rows in losses.groupby("lr") if {model, "transformer"} <= set(rows["model"]))
+    intervals = {f"at rate {rate:g}": sweep.difference(rows, model) for rate, rows in by_rate}
     best, tuning = at_best_rates(text, "transformer", (model,), also=(SCALED,))
     tuned = {"each at its best rate": best.difference(best.losses(), model)} if tuning.rates >= RATES else {}
     scaled, told = beside_scaled(best, best.losses(), model)

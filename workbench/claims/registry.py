@@ -81,13 +81,11 @@ class Claim:
         lead, untested = replace(tested[0][2], sentence=f"{tested[0][2].sentence}{shorter}"), len(others)
         if len(tested) < 2:
             return replace(lead, untested=untested)
-        names = [
-            f"{name}, {WORDS['budget'].format(rank[-1])}" if rank[-1] >= 0 else name
-            for name, (rank, _, _) in zip(differences_of([rows for _, rows, _ in tested]), tested, strict=True)
-        ]
-        return replace(
-            of_settings(list(zip(names, [lead, *(v for _, _, v in tested[1:])], strict=True))), untested=untested
-        )
+        labels = differences_of([rows for _, rows, _ in tested])
+        budgets = (f", {WORDS['budget'].format(rank[-1])}" if rank[-1] >= 0 else "" for rank, _, _ in tested)
+        names = [name + budget for name, budget in zip(labels, budgets, strict=True)]
+        verdicts = [lead, *(v for _, _, v in tested[1:])]
+        return replace(of_settings(list(zip(names, verdicts, strict=True))), untested=untested)
 
     def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:
         """Verdict in one setting, whether it has the claim's control, and training tokens per parameter of the compared runs."""

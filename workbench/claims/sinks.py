@@ -307,11 +307,8 @@ def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
     steps = {name: _sink_steps(pair, name) for name in arms}
     _need_one_half(steps["transformer"], "bring forward")
     less, sooner = pair.difference(_strongest(pair), EVEN, UNEVEN), compare_steps(steps[AT_ZERO], steps["transformer"])
-    copied = copying_steps(pair)
-    told = "; ".join(
-        f"{model_name(n)} {_onsets_in_words(s, f', copying learned by {median_in_words(copied[n])}')}"
-        for n, s in steps.items()
-    )
+    copied = {n: f", copying learned by {median_in_words(s)}" for n, s in copying_steps(pair).items() if n in steps}
+    told = "; ".join(f"{model_name(n)} {_onsets_in_words(s, copied[n])}" for n, s in steps.items())
     ratios = ""
     with contextlib.suppress(InsufficientEvidence):  # norms of the start's value relative to others
         rows = pair.rows("value_drain", site="own_v")

@@ -100,7 +100,7 @@ class Verdict:
         each = [tuple(map(float, text.split())) if isinstance(text, str) else () for text in self.table["each"]]
         columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
         wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
-        by_test = self.table["censored"].astype(bool) & (self.table["p"] * self.factor <= significance())
+        by_test = self.table["censored"].astype(bool) & (self.table["p_unadjusted"] * self.factor <= significance())
         clear = np.array([i.sign != 0 for i in wide], dtype=bool)
         low, high = [i.low for i in wide], [i.high for i in wide]
         return self.table.assign(low=low, high=high, significant=by_test | clear)
@@ -112,15 +112,12 @@ class Verdict:
             return {}
         needed, tested = table[table["role"].isin(ROLES[:2])], self.status == "gated" or math.isfinite(self.p)
         met = needed["significant"] & (needed["value"] * needed["expected"] > 0) & tested
-        misses = {
-            True: "the adjusted interval does not exclude 0 in the claimed direction",
-            False: "no interval over seeds",
-        }
-        reasons = needed["low"].notna().map(misses)
+        sign = "the adjusted interval does not exclude 0 in the claimed direction"
+        reasons = needed["low"].notna().map({True: sign, False: "no interval over seeds"})
         reasons = reasons.mask(needed["censored"], "the log-rank test does not decide in the claimed direction")
         if not tested:
             few = {True: "too few seeds for a test", False: "too few seeds for an interval"}
-            reasons = needed["p"].notna().map(few)
+            reasons = needed["p_unadjusted"].notna().map(few)
         return dict(zip(needed["comparison"].astype(str)[~met], reasons[~met], strict=True))
 
 
@@ -195,7 +192,7 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     `each` has the numbers of the seeds, and `seeds` their names where they are known, separated by spaces.
     """
     rows = [
-        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "p": i.p, "censored": i.censored,
+        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "p_unadjusted": i.p, "censored": i.censored,
          "unit": others.get(name, unit), "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
         for name, i in intervals.items()
     ]  # fmt: skip
@@ -221,7 +218,8 @@ def in_one_sentence(verdict: Verdict) -> str:
     number = "no number decides"
     if len(rows):
         row = rows.iloc[0]
-        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]" if math.isfinite(row["low"]) else f", p = {row['p']:.2g}"
+        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]"
+        between = between if math.isfinite(row["low"]) else f", p = {row['p_unadjusted']:.2g}"
         number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
     few = "; too few seeds for a test" if verdict.status == "unresolved" and not math.isfinite(verdict.p) else ""
     return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}."

@@ -232,15 +232,10 @@ def from_files(paths: Iterable[Path | str], *, validation: float = VALIDATION, m
     terms = {
         p.name: p.metadata.get("License-Expression") or p.metadata.get("License") or "see its files" for p in packages
     }
-    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []} | (
-        {
-            "packages": {
-                p.name: {"version": p.version, "licence": terms[p.name].strip().partition("\n")[0]} for p in packages
-            }
-        }
-        if packages
-        else {}
-    )
+    manifest = {"origin": "files", "validation": validation, "files": files, "skipped": []}
+    if packages:
+        licences = {name: text.strip().partition("\n")[0] for name, text in terms.items()}
+        manifest["packages"] = {p.name: {"version": p.version, "licence": licences[p.name]} for p in packages}
     # files (or documents, of fewer than ten files) go to validation by hashed name, up to its share of the text
     names = {document.source.rpartition("#")[0] for document in documents}
     unit = {d.source: d.source.rpartition("#")[0] if len(names) >= 10 else d.source for d in documents}

@@ -143,11 +143,8 @@ class MassiveDimensions:
             return {key: [math.nan] for key in ("", "dimension", "first_position")}
         ratio, first = self.sums / self.n
         order = ratio.argsort(descending=True, stable=True)[:DIMENSIONS]
-        return {
-            "": ratio[order].tolist(),
-            "dimension": order.double().tolist(),
-            "first_position": first[order].tolist(),
-        }
+        first = first[order].tolist()
+        return {"": ratio[order].tolist(), "dimension": order.double().tolist(), "first_position": first}
 
 
 @metric(

@@ -295,11 +295,9 @@ class Decomposition:
             f"<tr><th>{label}</th><td>{a:+.3g}</td><td>{b:.3g}</td><td>{c:.3g}</td></tr>"
             for label, (a, b, c) in numbers.items()
         )
-        facts = {
-            "shape": tuple(self.parts.shape[1:]),
-            "largest error of the sum": f"{self.error:.2g}",
-            "not shown": max(0, len(table) - ROWS) or None,
-        }
+        hidden = max(0, len(table) - ROWS) or None
+        shape, error = tuple(self.parts.shape[1:]), f"{self.error:.2g}"
+        facts = {"shape": shape, "largest error of the sum": error, "not shown": hidden}
         head = "<tr><th>part</th><th>mean</th><th>mean size</th><th>largest size</th></tr>"
         return notebook_html(f"{len(self.parts)} parts and their sum", facts, f"<table>{head}{rows}</table>")
 

@@ -199,11 +199,8 @@ class Observed(HookedModel):
         flags = self.__dict__
         with self.lock:  # no context manager of ours, for the speed of calls without hooks
             before = self.all_positions
-            flags["all_positions"] = (
-                before
-                or return_type in ("loss", "both", "output")
-                or not kwargs.keys().isdisjoint(("input_ids", "labels"))
-            )
+            named = not kwargs.keys().isdisjoint(("input_ids", "labels"))
+            flags["all_positions"] = before or return_type in ("loss", "both", "output") or named
             try:
                 return super().forward(tokens, return_type, **kwargs)
             finally:

@@ -156,10 +156,10 @@ def beside(figures: Sequence[tuple[str, go.Figure]], title: str, under: str = ""
     under = under or str(figures[0][1].layout.title.subtitle.text or "")
     shown = [trace for name, figure in figures if name == MINUS for trace in figure.data]
     if any(t.error_y.array is not None or (t.type == "scatter" and t.fill == "toself") for t in shown):
-        under = wrapped(
-            f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error as if the documents of A and B were independent",
-            125,
+        under = (
+            f"{under.replace('<br>', ' ')}; {MINUS}: ± standard error as if the documents of A and B were independent"
         )
+        under = wrapped(under, 125)
     made = dressed(made, title, under, height)
     made.update_layout(legend={"orientation": "h", "x": 0, "y": -0.22 / count, "yanchor": "top"}, margin_b=90)
     return at_least(made, PANEL * len(figures)) if len(figures) > 1 else made

@@ -36,10 +36,8 @@ def depth_weights_figure(parts: Sequence[tuple[str, pd.DataFrame]]) -> go.Figure
     rows_of = {q: [q] for q in dict.fromkeys(everything["quantity"]) if q not in single} | (
         {"single numbers": single} if single else {}
     )
-    heights = [
-        max(PLOT, CELL * layered.loc[layered["quantity"] == q, "layer"].nunique()) if widths.get(q, 0) > LINES else PLOT
-        for q in rows_of
-    ]
+    counts = {q: layered.loc[layered["quantity"] == q, "layer"].nunique() for q in rows_of}
+    heights = [max(PLOT, CELL * n) if widths.get(q, 0) > LINES else PLOT for q, n in counts.items()]
     height = sum(heights) + BETWEEN * (len(heights) - 1)
     figure = make_subplots(
         len(heights), len(parts), row_heights=heights, horizontal_spacing=0.1, vertical_spacing=BETWEEN / height,

@@ -230,10 +230,8 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
         value, low, high = (part[c].astype(float) for c in ("value", "low", "high"))
         between = [f"[{a:.3g}, {b:.3g}]" for a, b in zip(low, high, strict=True)]
         if "censored" in part:
-            between = [
-                f"log-rank p = {p:.2g}" if c else b
-                for p, c, b in zip(part["p"], part["censored"], between, strict=True)
-            ]
+            tests = zip(between, part["p_unadjusted"], part["censored"], strict=True)
+            between = [f"log-rank p = {p:.2g}" if censored else text for text, p, censored in tests]
         unclear_rows = ~part.get("significant", value.notna()).astype(bool)
         hollow = part["verdict"] == "unresolved" if "verdict" in part else unclear_rows
         context = part["role"] == "context" if "role" in part else value.isna()

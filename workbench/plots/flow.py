@@ -48,10 +48,8 @@ def value_path(paths: Sequence[DrawnPath], title: str, under: str = "") -> go.Fi
 
     Widths are shares of their side. Negative bands are hatched.
     """
-    heights = [
-        2 * LINE + max(THICK, sum(_slots(path.sources[1], PITCH)), sum(_slots(path.readers[1], 2 * PITCH)))
-        for path in paths
-    ]
+    sides = ((sum(_slots(p.sources[1], PITCH)), sum(_slots(p.readers[1], 2 * PITCH))) for p in paths)
+    heights = [2 * LINE + max(THICK, *both) for both in sides]
     titles = [safe(path.title) for path in paths] if len(paths) > 1 else None
     gap = 40 / (sum(heights) + 40 * (len(paths) - 1))
     figure = make_subplots(len(paths), 1, row_heights=heights, vertical_spacing=gap, subplot_titles=titles)

@@ -102,10 +102,9 @@ def save_figure(page: str, out: Path, *, width: int, height: int, face: str = ""
             part.write_bytes(image_file if mm is None else _with_resolution(image_file, width * scale / mm * 1000))
         else:
             text = urllib.parse.unquote(data)
-            size = f'width="{width}" height="{height}"'
-            text = (
-                text if mm is None else text.replace(size, f'width="{mm:g}mm" height="{height * mm / width:.6g}mm"', 1)
-            )
+            if mm is not None:
+                paper = f'width="{mm:g}mm" height="{height * mm / width:.6g}mm"'
+                text = text.replace(f'width="{width}" height="{height}"', paper, 1)
             part.write_text(text, encoding="utf-8")
     return out
 

@@ -73,10 +73,8 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
     parts = sorted(rows["part"].dropna().unique())
     parts = parts if len(parts) <= len(DASHES) else parts[:1]  # of DenseFormer's many the embedding's
     source = str(published["source"].iloc[0])
-    titles = [
-        f"{label(str(frame['architecture'].iloc[0]))}: weights by layer",
-        f"{source}: weights in the block's input",
-    ]
+    of = label(str(frame["architecture"].iloc[0]))
+    titles = [f"{of}: weights by layer", f"{source}: weights in the block's input"]
     figure = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
     for i, part in enumerate(parts):
         by_layer = rows[rows["part"] == part].groupby("layer")["value"].agg(["mean", "min", "max"])

@@ -43,22 +43,11 @@ from workbench.runs.tables import as_records
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds, t_quantile
 
 KEY = ["metric", "variant", "site", "part", "data", "T", "unit"]
-MAPS = {
-    "positions": ("position", "position"),
-    "heads": ("head", "head"),
-    "pairs": ("source", "the other layer"),
-}  # column, in words
-LINES = {
-    "profile": ("layer", "layer"),
-    "steps": ("step", "training step"),
-    "ranks": ("index", "rank"),
-}  # x axis, its title
+# the column of a map, in words; the x axis of lines and its title
+MAPS = {"positions": ("position", "position"), "heads": ("head", "head"), "pairs": ("source", "the other layer")}
+LINES = {"profile": ("layer", "layer"), "steps": ("step", "training step"), "ranks": ("index", "rank")}
 FORMS = ("profile", "steps", "positions", "heads", "ranks", "pairs", "bars")
-SPREADS = {
-    "range": "range over seeds",
-    "se": "standard error",
-    "ci": "confidence interval",
-}  # what error bars over seeds show
+SPREADS = {"range": "range over seeds", "se": "standard error", "ci": "confidence interval"}  # of error bars over seeds
 MAX_PANELS, SORTED = 24, "heads of a layer, largest value first"
 MAX_POINTS, MAX_MARKS = 300, 8  # of a smoothed curve; marks along a curve of many points
 MAX_PRINTED, MAX_ABREAST = 64, 8  # cells of a map, and of its row, that carry their number

@@ -243,9 +243,8 @@ def dressed(figure: go.Figure, title: str, under: str, height: int) -> go.Figure
         axis.automargin = True
         upright = axis.plotly_name.startswith("y")
         axis.title.standoff = 14 + 10 * str(axis.title.text or "").count("<br>") if upright else 12
-    for name, values in values_by_axis(
-        figure
-    ).items():  # values that differ by rounding alone are one line, on an axis from 0
+    # values that differ by rounding alone are one line, on an axis from 0
+    for name, values in values_by_axis(figure).items():
         axis, low, high = figure.layout[name], float(values.min()), float(values.max())
         if axis.range is None and axis.type != "log" and high - low <= NOISE * max(-low, high):
             axis.range = [min(0.0, 2 * low), max(0.0, 2 * high)]
@@ -317,10 +316,8 @@ def titled(figure: go.Figure) -> go.Figure:
     meta = copy.layout.meta or {}
     if "title" in meta:
         copy.layout.title, copy.layout.meta = meta["title"], None
-        copy.layout.height, copy.layout.margin.t = (
-            copy.layout.height + meta["room"],
-            copy.layout.margin.t + meta["room"],
-        )
+        copy.layout.height += meta["room"]
+        copy.layout.margin.t += meta["room"]
     return copy
 
 

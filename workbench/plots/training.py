@@ -177,10 +177,8 @@ def gradient_maps(
     """Draw gradient norms over training, one map per (name, rows), and A / B; `told` has the data and seeds of the subtitle."""
     thin = [(name, *thinned(rows, MAX_COLUMNS)) for name, rows in parts]
     numbers = [rows["layer"].map(lambda n: "" if pd.isna(n) else f" {n:.0f}") for _, rows, _ in thin]
-    thin = [
-        (name, rows.assign(row=rows["part"].astype(str) + layer), width)
-        for (name, rows, width), layer in zip(thin, numbers, strict=True)
-    ]
+    of_layer = zip(thin, numbers, strict=True)
+    thin = [(name, rows.assign(row=rows["part"].astype(str) + layer), n) for (name, rows, n), layer in of_layer]
     norms, width = pd.concat([rows for _, rows, _ in thin]), max(width for _, _, width in thin)
     order = list[str]()  # from below, the same for all: a matrix that a model lacks is left blank
     for part in reversed(_in_order({str(p) for p in norms["part"]})):

@@ -307,14 +307,9 @@ class _Run:
             q, k = (tensors[f"blocks.{points.layer}.attn.hook_{name}"] for name in ("rot_q", "rot_k"))
             softmaxes = [Softmax(1.0, q, [k])]
         heads = values[0].shape[1]
-        many = [
-            replace(
-                s,
-                q=float32_or_better(s.q).to(values[0]),
-                keys=[_repeated(float32_or_better(k), heads).to(values[0]) for k in s.keys],
-            )
-            for s in softmaxes
-        ]
+        changed = ([_repeated(float32_or_better(k), heads).to(values[0]) for k in s.keys] for s in softmaxes)
+        queries = (float32_or_better(s.q).to(values[0]) for s in softmaxes)
+        many = [replace(s, q=q, keys=keys) for s, q, keys in zip(softmaxes, queries, changed, strict=True)]
         return joint_attention(many, [v[None] for v in values])[0]
 
     def explains(self, n: int, made: Composition) -> bool:

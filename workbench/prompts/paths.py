@@ -99,14 +99,8 @@ def token_path(
         if (of_layer, of_head) != (layer, head) or path is None:
             continue
         logits = float((end.normed(part[None])[0, 0, 0] * end.gain * end.head[token]).sum())
-        rows.append(
-            {
-                "path": path,
-                "norm": float(part[0, 0].norm()),
-                "logits": logits,
-                "per_weight": logits / weight if weight and is_multiple else float("nan"),
-            }
-        )
+        per_weight = logits / weight if weight and is_multiple else float("nan")
+        rows.append({"path": path, "norm": float(part[0, 0].norm()), "logits": logits, "per_weight": per_weight})
         total += float(whole[label][0, 0])
     if not rows:
         raise WorkbenchError(f"head {layer}.{head} shows no value paths")

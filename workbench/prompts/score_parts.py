@@ -51,12 +51,8 @@ def own_score_parts(
     layers = sorted({j for each in terms.values() for j, _ in each})
     anatomy, stem = anatomy_of(model), f"blocks.{layer}.attn.hook_rot_"
     square = f"blocks.{layer}.attn.hook_attn_scores" if has_edited_scores(model.blocks[layer].attn) else ""
-    names = [
-        *filter(None, [square]),
-        f"{stem}q",
-        f"{stem}k",
-        *(point for each in terms.values() for _, factors in each for point, _ in factors),
-    ]
+    points = (point for each in terms.values() for _, factors in each for point, _ in factors)
+    names = [*filter(None, [square]), f"{stem}q", f"{stem}k", *points]
     for j in layers:
         names += anatomy.needed(by, j)
         scales = ("ln1.hook_scale", "attn.q_proj.norm.hook_scale", "attn.k_proj.norm.hook_scale")

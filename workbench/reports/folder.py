@@ -114,9 +114,8 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
         rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
         rows = rows[rows["site"] == site] if site else rows
         last = rows.groupby("run")["step"].transform("max")
-        rows = rows[
-            rows["step"].isna() | (rows["step"] == 0) | (rows["step"] == last)
-        ]  # all steps would hide one another
+        # all steps would hide one another
+        rows = rows[rows["step"].isna() | (rows["step"] == 0) | (rows["step"] == last)]
         if len(rows):
             page.add(page.figure(plots.narrow(plots.plot(rows, form="profile")), caption), numbers_html(rows))
     for metric, table, draw, caption in (

@@ -185,10 +185,8 @@ def xray(
 def sinks_elsewhere(frame: pd.DataFrame) -> bool:
     """Return whether a head rests on few positions of which the first holds less than 80 %."""
     last = frame[(frame["step"].isna() | (frame["step"] == frame["step"].max())) & frame["variant"].isna()]
-    mass, sought = (
-        last[(last["metric"] == name) & last["control"].isna()].set_index(["layer", "head"])["value"].astype(float)
-        for name in ("sink_mass", "found_sinks")
-    )
+    last = last[last["control"].isna()].set_index(["layer", "head"])
+    mass, sought = (last.loc[last["metric"] == m, "value"].astype(float) for m in ("sink_mass", "found_sinks"))
     return bool(((sought > SINK_MASS) & (mass.reindex(sought.index) < ALMOST * sought)).any())
 
 

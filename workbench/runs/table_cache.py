@@ -203,10 +203,8 @@ class TableCache(ABC):
             indexed[name] = Indexed(_state(entry), batch, places)
         parts = [IndexRow(self.kind, "", name, s.state, json.dumps(s[1:]).encode()) for name, s in indexed.items()]
         for metric in metrics:
-            table, file = (
-                concatenated([t for tables in runs.values() for t in tables.get(metric, ())]),
-                pa.BufferOutputStream(),
-            )
+            table = concatenated([t for tables in runs.values() for t in tables.get(metric, ())])
+            file = pa.BufferOutputStream()
             columns = {n: table[n].cast("string") if n in TEXT else table[n] for n in table.column_names}
             table = encoded(pa.table(columns))  # without the texts of other metrics
             with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
@@ -269,10 +267,8 @@ class TelemetryCache(TableCache):
     def _read(self, path: Path) -> ByMetric:
         files, known = _files_of(path), self.files.pop(path, {})
         try:
-            tables = {
-                f: known.get(f) or _by_metric(read_tables([path / "telemetry" / f[0]], NEEDED, (*ANSWERED,)))
-                for f in files
-            }
+            folder, answered = path / "telemetry", (*ANSWERED,)
+            tables = {f: known.get(f) or _by_metric(read_tables([folder / f[0]], NEEDED, answered)) for f in files}
         except BadCheckpoint:
             if _files_of(path) == files:
                 raise

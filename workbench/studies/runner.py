@@ -104,11 +104,8 @@ def prepare_data(run: StudyRun) -> dict[str, Any]:
     else:
         vocabulary = written.get("vocabulary") or PRESETS[run.study.preset].vocabulary
         vocabulary = min(vocabulary, QUICK_VOCABULARY) if run.quick else vocabulary
-        settings = {
-            "vocabulary": vocabulary,
-            "bos": written.get("bos"),
-            "max_bytes": QUICK_BYTES if run.quick else None,
-        }
+        most = QUICK_BYTES if run.quick else None
+        settings = {"vocabulary": vocabulary, "bos": written.get("bos"), "max_bytes": most}
         runs = Path(run.runs)
         if texts := written.get("texts"):
             try:

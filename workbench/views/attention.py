@@ -99,10 +99,8 @@ def attention_options(source: Source, link: Link) -> Choice:
     T = len(tokens[0])
     layers, heads = min(s.entry.n_layers for s in subjects), min(s.entry.n_heads for s in subjects)
     pool: prompts.Pool = "max" if link.choice("pool", POOLS) == "max" else "mean"
-    layer, head = (
-        None if link.whole(key) is None else _index(key, link.whole(key), count)
-        for key, count in (("layer", layers), ("head", heads))
-    )
+    layer = None if link.whole("layer") is None else _index("layer", link.whole("layer"), layers)
+    head = None if link.whole("head") is None else _index("head", link.whole("head"), heads)
     if layer is None or head is None:
         layer, head = _most_to_the_first(source, subjects, text, pool, (range(layers), range(heads)), (layer, head))
     branches = _branches(source, subjects[0], text, layer)
@@ -143,10 +141,8 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
         overview = _overview(source, choice.subjects, choice.text, choice.pool, i)
         # first and last + 1 of the shown spans; B's prompt may be shorter than A's
         starts = [min(span[0], len(tokens) - 1) for span in (choice.queries, choice.keys)]
-        ends = [
-            max(first, min(span[1], len(tokens) - 1)) + 1
-            for first, span in zip(starts, (choice.queries, choice.keys), strict=True)
-        ]
+        spans = zip(starts, (choice.queries, choice.keys), strict=True)
+        ends = [max(first, min(span[1], len(tokens) - 1)) + 1 for first, span in spans]
         queries, keys = zip(starts, ends, strict=True)
         window = _window(source, choice, i, queries, keys, choice.pool)
         column = _window(source, choice, i, (0, len(tokens)), keys, "mean")
@@ -330,10 +326,8 @@ def received(source: Source, link: Link) -> Drawing:
         lines, f"{where(choice, patterns).rpartition('; ')[0]}; all queries", minus=choice.alike
     )
     names = ("key", "received, queries", f"{UNIFORM}, queries")
-    table = [
-        pd.DataFrame(dict(zip(names, line[1:], strict=True))).assign(model=s.subject.title)
-        for line, s in zip(lines, patterns, strict=True)
-    ]
+    frames = (pd.DataFrame(dict(zip(names, line[1:], strict=True))) for line in lines)
+    table = [frame.assign(model=s.subject.title) for frame, s in zip(frames, patterns, strict=True)]
     return Drawing(figure, pd.concat(table, ignore_index=True)[["model", *names]])
 
 
@@ -490,12 +484,9 @@ def path(source: Source, link: Link) -> Drawing:
             sources=(f"score{' − mean' if less else ''} {found.score.score:+.3g}", sources),
             readers=(f"logit of {quoted(found.token)} {found.logits:+.3g}", readers),
         ))  # fmt: skip
-        tables += [
-            pd.DataFrame({"side": "score", "part": parts.index, "amount": parts.to_numpy()}).assign(
-                model=subject.title
-            ),
-            found.frame.rename(columns={"path": "part", "logits": "amount"}).assign(side="logit", model=subject.title),
-        ]
+        scores = pd.DataFrame({"side": "score", "part": parts.index, "amount": parts.to_numpy()})
+        logits = found.frame.rename(columns={"path": "part", "logits": "amount"}).assign(side="logit")
+        tables += [table.assign(model=subject.title) for table in (scores, logits)]
         words = "; ".join(f"{path_in_words(row['path'])} {row['says']}" for row in rows)
         sentences.append(
             f"{subject.title}: weight {found.weight:.3g}, score{less} {found.score.score:+.3g}. Through head "

@@ -213,7 +213,6 @@ def differences(source: Source, link: Link) -> Drawing:
     table = interval_table({f"{name}, layer {layer}": i for (name, layer, _), i in zip(rows, wide, strict=True)})
     table = table.drop(columns="unit").assign(
         architecture=[name for name, *_ in rows], layer=[layer for _, layer, _ in rows], metric=selected.metric,
-        p_unadjusted=[i.p for i in wide],
         significant=[bool(i in factors and interval.sign) for i, interval in enumerate(wide)],
     )  # fmt: skip
     few, most = int(table["n"].min()), int(table["n"].max())

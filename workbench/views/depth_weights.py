@@ -82,10 +82,8 @@ def read_model(source: Source, subject: RunAtStep) -> tuple[pd.DataFrame, str]:
         paths = paths[paths["into"].isin(INTO) & paths["coefficient"].notna()]
         if not ((paths["source"] != "own") | ((paths["coefficient"] - 1).abs() > 1e-6)).any():
             raise WorkbenchError(f"{subject.title} mixes no layers, so it has no depth weights") from reason
-        part = [
-            (f"layer {s}" if isinstance(s, int) else str(s)) + ("" if pd.isna(h) else f", head {h}")
-            for s, h in zip(paths["source"], paths["head"], strict=True)
-        ]
+        names = (f"layer {s}" if isinstance(s, int) else str(s) for s in paths["source"])
+        part = [n + ("" if pd.isna(h) else f", head {h}") for n, h in zip(names, paths["head"], strict=True)]
         frame = pd.DataFrame({
             "quantity": paths["into"].map(INTO), "layer": paths["layer"], "part": part, "value": paths["coefficient"],
             "tensor": "", "init": math.nan,

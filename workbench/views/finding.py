@@ -268,17 +268,14 @@ def finding_differences(source: Source, link: Link) -> Drawing:
     """Difference of every model from the Transformer, with confidence intervals over seeds."""
     check_part(link, "finding")
     result = finding(source, link)
-    names = {
-        n: f"{architecture_label(n)}, {result.never[n]} never" if n in result.never else architecture_label(n)
-        for n in result.intervals
-    }
+    names = {n: architecture_label(n) for n in result.intervals}
+    names |= {n: f"{names[n]}, {result.never[n]} never" for n in names if n in result.never}
     verdicts = [
         "unresolved" if verdict.status == "unresolved" else _direction(result.intervals[name], result.outcome)
         for name, verdict in result.verdicts.items()
     ]
-    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit).assign(
-        verdict=verdicts
-    )
+    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
+    table = table.assign(verdict=verdicts)
     under = f"{result.title}; left of 0: {result.outcome.less}"
     many = f"{len(table)} models" if len(table) > 1 else ""
     drawn = plots.narrow(plots.intervals(table, result.outcome.title, under, adjusted=many), HALF_PAGE)

@@ -169,10 +169,8 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     if alike:
         a, b = (rows[["before", "after"]] for _, _, rows in panels)
         panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
-    largest = {
-        name: float(np.abs(np.nan_to_num(rows[["before", "after"]].to_numpy(dtype=float))).max())
-        for name, _, rows in panels
-    }
+    numbers = {name: rows[["before", "after"]].to_numpy(dtype=float) for name, _, rows in panels}
+    largest = {name: float(np.abs(np.nan_to_num(x)).max()) for name, x in numbers.items()}
     top = max(value for name, value in largest.items() if name != plots.MINUS)
     figure = make_subplots(
         1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,

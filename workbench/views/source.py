@@ -193,9 +193,7 @@ class Source:
             options = " ".join(f"{k}={v}" for k, v in e.options.items())
             texts[e.path] = f"{e.name} {architecture_label(e.architecture)} {e.series} s{e.seed} {options}".lower()
         kept = set(texts)
-        for word in (
-            (link.text("find") or "").lower().split()
-        ):  # a word, as `s3` in `text-resformer-s3`; else inside one
+        for word in (link.text("find") or "").lower().split():  # as `s3` in `text-resformer-s3`; else inside one
             with_word = {path for path, text in texts.items() if word in WORD_ENDS.split(text)}
             kept &= with_word or {path for path, text in texts.items() if word in text}
         return [e for e in runs if e.path in kept]
@@ -372,13 +370,8 @@ def facets(runs: Sequence[Entry]) -> list[str]:
     by_architecture: dict[str, list[Entry]] = {}
     for entry in runs:
         by_architecture.setdefault(entry.architecture, []).append(entry)
-    names = {
-        k
-        for alike in by_architecture.values()
-        for e in alike
-        for k in e.options
-        if any(other.options.get(k) != e.options[k] for other in alike)
-    }
+    each = [[e.options for e in alike] for alike in by_architecture.values()]
+    names = {k for alike in each for own in alike for k in own if any(other.get(k) != own[k] for other in alike)}
     return [*sorted(names), *(["seed"] if len({e.seed for e in runs}) > 1 else [])]
 
 

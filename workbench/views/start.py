@@ -282,9 +282,8 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     metric = str(shows.pop("metric", None) or next(iter(judged.claim.metrics), "loss"))
     metric = metric if metric != "against_loss" else judged.claim.metrics[0]
     logged = metric in TELEMETRY or not any(metric in e.measured for e in entries)
-    rows = (source.telemetry if logged else source.records)(
-        entries, ["validation_loss" if metric == "loss" and logged else metric]
-    )
+    name = "validation_loss" if metric == "loss" and logged else metric
+    rows = (source.telemetry if logged else source.records)(entries, [name])
     for axis, value in {"variant": None, **shows}.items():
         if value is not Ellipsis:
             rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
@@ -292,17 +291,15 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     columns = dict[str, Any]()
     if len(rows) and (metric == "copy_loss" or (metric == "sink_mass" and judged.claim.steps == "series")):
         formed = (formation_steps if logged else sink_steps)(rows).set_index("run")
-        words = formed["formed"].mask(
-            formed["formation_step"].isna(), "not formed by step " + formed["last_step"].astype(str)
-        )
+        late = "not formed by step " + formed["last_step"].astype(str)
+        words = formed["formed"].mask(formed["formation_step"].isna(), late)
         columns["step of learning to copy" if logged else f"step of sink onset (strongest head above {SINK})"] = words
     if judged.claim.final_loss:
         columns |= final_losses(source, entries)
     last = at_last_step(rows)
     if metric == "sink_mass":
-        columns["last sink mass, strongest head"] = (
-            last.groupby(["run", "layer", "head"])["value"].mean().groupby("run").max()
-        )
+        heads = last.groupby(["run", "layer", "head"])["value"].mean()
+        columns["last sink mass, strongest head"] = heads.groupby("run").max()
     elif metric == "tokens_per_second":
         columns["tokens per second, median over training"] = rows.groupby("run")["value"].median()
     elif not (judged.claim.final_loss and metric in ("validation_loss", "loss_difference")):

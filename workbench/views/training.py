@@ -193,10 +193,8 @@ def by_budget(source: Source, link: Link) -> Drawing:
         raise WorkbenchError("A − B stands beside the losses")
     (losses,) = _domains(_plain(source, link, "validation_loss"), Link("training"))
     entries = runs(source, link)
-    known = source.keep(
-        ("facts", *((e.path, e.stamp) for e in entries)),
-        lambda: [run_facts(Run.open(e.path)) for e in entries if e.tokens],
-    )
+    key = ("facts", *((e.path, e.stamp) for e in entries))
+    known = source.keep(key, lambda: [run_facts(Run.open(e.path)) for e in entries if e.tokens])
     series = {e.name: e.series for e in entries}
     facts = pd.DataFrame(known, columns=["run", "seed", "tokens", "steps", "parameters"])
     facts = facts.assign(model=facts["run"].map(series))

@@ -73,9 +73,8 @@ def _documents(source: Source, subject: RunAtStep, asked: str | None, prompt: st
         return [[*start, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)], "prompt"
     rows = list[list[int]]()
     for document in embedded().split("validation"):
-        if (
-            len(ids := start + tokenizer.encode(document.text[: 16 * T])) >= T
-        ):  # a token has far fewer than 16 characters
+        # a token has far fewer than 16 characters
+        if len(ids := start + tokenizer.encode(document.text[: 16 * T])) >= T:
             rows.append(ids[:T])
         if len(rows) == DOCUMENTS:
             break

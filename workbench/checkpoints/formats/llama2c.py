@@ -101,15 +101,8 @@ def _tensors(path: Path, config: Mapping[str, Any], start: int, tied: bool) -> t
     feed_forward = {"mlp.gate_proj": (mlp, d), "mlp.down_proj": (d, mlp), "mlp.up_proj": (mlp, d)}
     parts = {**norms, **attention, **feed_forward}
     if start == HEADER:
-        order: list[Any] = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            final,
-            embeddings,
-            *attention,
-            *feed_forward,
-            *head,
-        ]
+        order: list[Any] = ["input_layernorm", "post_attention_layernorm", final, embeddings]
+        order += [*attention, *feed_forward, *head]
     else:
         tables = [("", (n_ctx, d // heads // 2))] * 2  # of cosines and sines, which are computed here
         order = [

@@ -236,11 +236,8 @@ def log_readers() -> tuple[LogReader, ...]:
     """Return the readers. `table` and `text` come last because they recognise a file by its first line and accept any text."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     readers = [module.READER for module in modules if hasattr(module, "READER")]
-    return tuple(
-        sorted(
-            readers, key=lambda reader: ("table", "text").index(reader.name) if reader.name in ("table", "text") else -1
-        )
-    )
+    last = ("table", "text")
+    return tuple(sorted(readers, key=lambda reader: last.index(reader.name) if reader.name in last else -1))
 
 
 def reader_of(path: Path) -> LogReader | None:

@@ -33,11 +33,8 @@ class GQA(Shortcut):
     def reshaped(cls, config: ModelConfig, **options: Any) -> ModelConfig:
         group, heads = options["query_group"], config.n_heads
         divisors = [s for s in range(1, heads + 1) if heads % s == 0]
-        group = (
-            heads
-            if group == "all"
-            else integer_option("query_group", group, divisors, f"'all' or divisors of n_heads={heads}")
-        )
+        allowed = f"'all' or divisors of n_heads={heads}"
+        group = heads if group == "all" else integer_option("query_group", group, divisors, allowed)
         if config.n_key_value_heads not in (heads, heads // group):
             raise WorkbenchError(
                 f"query_group={group} means {heads // group} key-value heads, but the config has"

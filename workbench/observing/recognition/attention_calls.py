@@ -239,12 +239,9 @@ class EagerCall:
         assert self.axes is not None
         (first, q_order, k_order), (_, v_order, z_order) = self.axes
         scores = self.softmax.product[1]
-        return (
-            scores.arranged(first, q_order),
-            scores.arranged(1 - first, k_order),
-            self.call.arranged(1 - self.which, v_order),
-            arrange(self.out, self.call.letters[2], z_order),
-        )
+        q, k = scores.arranged(first, q_order), scores.arranged(1 - first, k_order)
+        v, z = self.call.arranged(1 - self.which, v_order), arrange(self.out, self.call.letters[2], z_order)
+        return q, k, v, z
 
     def describe(self, attention: TracedAttention, scale: float | None) -> None:
         """Set the axes of an attention, and note scores of another form, a changed pattern, and columns that are no keys."""
