@@ -219,7 +219,7 @@ def page_link(page: str, label: str, icon: str, *, target: st.Page | None = None
 def navigation(link: Link | None) -> None:
     """Fill the list of pages in the sidebar; its links keep the address, and the experiment of a model or the model of a head.
 
-    An experiment that a page of all runs opens on by itself is not kept: a page of a model opens on a text model.
+    An experiment that a page of all runs opens on by default is left out: a page of a model opens on a text model.
     """
     if "navigation" not in st.session_state:  # a page alone, without `main.py`
         return

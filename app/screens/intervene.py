@@ -62,7 +62,12 @@ def intervene_page(link: Link) -> None:
         )
     with right:
         if shown == "effect":
-            _effect(link)
+            with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
+                with st.container():
+                    drawing = show(intervene.effect, link)
+                if drawing is not None:  # else the reason stands once
+                    with st.container():
+                        show(intervene.next_token, link)
         elif shown == "sweep":
             show(intervene.sweep, link, long="Editing one place at a time")
         elif not link.text("other"):
@@ -115,7 +120,14 @@ def _edit_controls(link: Link) -> Link:
         st.caption(
             ", ".join(now[:MAX_NOW]) + (" …" if len(now) > MAX_NOW else "") or "No such coefficient in these layers."
         )
-        _own_weight(kind, sorted({value for of, n, value in trained if n in layers and of == "own"}))
+        weights = sorted({value for of, n, value in trained if n in layers and of == "own"})
+        if kind == "coefficient:value=0" and weights and weights != [1.0]:  # it scales the values too
+            w = f"{weights[0]:.3g}" if len(weights) == 1 else f"{weights[0]:.3g} to {weights[-1]:.3g}"
+            words = f"The own weight w stays {w}. With λ = 0 the value is also scaled by {w}"
+            st.caption(f"{words}, which changes the loss by itself.")
+            own = intervene.edit_text("coefficient:source=own", st.session_state["edit_layers"], [], 1.0)
+            help_ = f"Two edits: {_selected()} and {own}"
+            st.button("Apply, with own weight 1", key="edit_own", help=help_, on_click=_apply, kwargs={"more": own})
     edit = _selected()
     first, second = st.columns(2)
     first.button("Apply", key="edit_set", help=f"Only this edit: {edit}", on_click=_apply, width="stretch")
@@ -131,19 +143,6 @@ def _edit_controls(link: Link) -> Link:
     return _second_text(link.but(edits=edits), intervene.takes_from_second(edits))
 
 
-def _own_weight(kind: str, weights: list[float]) -> None:
-    """Say that the own weight stays where it is not 1, which scales the values too, and offer to set it to 1."""
-    if kind != "coefficient:value=0" or not weights or weights == [1.0]:
-        return
-    w = f"{weights[0]:.3g}" if len(weights) == 1 else f"{weights[0]:.3g} to {weights[-1]:.3g}"
-    st.caption(
-        f"The own weight w stays {w}. With λ = 0 the value is also scaled by {w}, which changes the loss by itself."
-    )
-    own = intervene.edit_text("coefficient:source=own", st.session_state["edit_layers"], [], 1.0)
-    help_ = f"Two edits: {_selected()} and {own}"
-    st.button("Apply, with own weight 1", key="edit_own", help=help_, on_click=_apply, kwargs={"more": own})
-
-
 def _selected() -> str:
     """The edit in the boxes; a click may come before the page has drawn the new boxes."""
     state = st.session_state
@@ -156,15 +155,6 @@ def _selected() -> str:
 def _apply(add: bool = False, more: str = "") -> None:
     edit, before = _selected() + (f";{more}" if more else ""), st.query_params.get("edits", "") if add else ""
     st.query_params["edits"] = f"{before};{edit}" if before else edit
-
-
-def _effect(link: Link) -> None:
-    with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
-        with st.container():
-            drawing = show(intervene.effect, link)
-        if drawing is not None:  # else the reason stands once
-            with st.container():
-                show(intervene.next_token, link)
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------

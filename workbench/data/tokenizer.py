@@ -297,7 +297,7 @@ class ForeignTokenizer(Tokenizer):
 def as_tokenizer(given: Any, d_vocab: int) -> Any:
     """Return a tokenizer with our interface, from the `tokenizers` library or a fast tokenizer of transformers.
 
-    None and tokenizers of ours are returned unchanged, others are copied. `encode` adds no special tokens. Raises `BadData` for
+    A tokenizer of this package, or None, is returned unchanged, others are copied. `encode` adds no special tokens. Raises `BadData` for
     a tokenizer of another kind, one that encodes otherwise than its copy, or one with ids beyond the vocabulary of `d_vocab`.
     """
     ours = ("encode", "decode", "token_strings", "vocab_size")

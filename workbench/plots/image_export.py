@@ -98,8 +98,11 @@ def save_figure(page: str, out: Path, *, width: int, height: int, face: str = ""
             raise _refusal(process, "figure")
         data = html.unescape(image[1])
         if kind == "png":
-            image_file = base64.b64decode(data)
-            part.write_bytes(image_file if mm is None else _with_resolution(image_file, width * scale / mm * 1000))
+            png = base64.b64decode(data)
+            if mm is not None:  # its pixels per metre, in a chunk after 8 bytes of signature and 25 of header
+                chunk = b"pHYs" + struct.pack(">IIB", *[round(width * scale / mm * 1000)] * 2, 1)
+                png = png[:33] + struct.pack(">I", 9) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
+            part.write_bytes(png)
         else:
             text = urllib.parse.unquote(data)
             if mm is not None:
@@ -107,12 +110,6 @@ def save_figure(page: str, out: Path, *, width: int, height: int, face: str = ""
                 text = text.replace(f'width="{width}" height="{height}"', paper, 1)
             part.write_text(text, encoding="utf-8")
     return out
-
-
-def _with_resolution(png: bytes, per_metre: float) -> bytes:
-    """A PNG with its pixels per metre, in a chunk after the header (8 bytes of signature, 25 of header)."""
-    chunk = b"pHYs" + struct.pack(">IIB", round(per_metre), round(per_metre), 1)
-    return png[:33] + struct.pack(">I", 9) + chunk + struct.pack(">I", zlib.crc32(chunk)) + png[33:]
 
 
 _TO_IMAGE = """

@@ -127,20 +127,15 @@ def _written(frame: pd.DataFrame) -> tuple[list[bool], list[list[str]]]:
         if name in halves:
             half = frame[halves[name]].astype("float64").tolist()
             decimals = max((1 - math.floor(math.log10(h)) for h in half if 0 < h < math.inf), default=3)
-            cells = [_mean_and_half(mean, h, max(0, decimals)) for mean, h in zip(values, half, strict=True)]
+            cells = []
+            for mean, h in zip(values, half, strict=True):  # `0.12 ± 0.03`; the mean alone without an interval
+                text = f"{mean:.{max(0, decimals)}f}" + (f" ± {h:.{max(0, decimals)}f}" if math.isfinite(h) else "")
+                cells.append(text.replace("-", "−") if math.isfinite(mean) else _cell(mean))
             columns.append([halves[name], *cells])
             continue
         even = _decimals([x for x in values if x]) if pd.api.types.is_float_dtype(kind) else None
         columns.append([name, *(f"{x:.{even}f}" if even is not None and x == x else _cell(x) for x in values)])
     return numeric, [list(row) for row in zip(*columns, strict=True)] or [[]]
-
-
-def _mean_and_half(mean: float, half: float, decimals: int) -> str:
-    """`0.12 ± 0.03`; the mean alone without an interval."""
-    if not math.isfinite(mean):
-        return _cell(mean)
-    text = f"{mean:.{decimals}f}" + (f" ± {half:.{decimals}f}" if math.isfinite(half) else "")
-    return text.replace("-", "−")
 
 
 def _decimals(values: list[float]) -> int | None:

@@ -93,7 +93,7 @@ def everywhere(edit: str) -> str:
 
 
 def trained_coefficients(source: Source, link: Link, kind: str) -> list[tuple[str, int, float]]:
-    """Return the trained coefficients (source, layer, value) on an edit's path in model A, without those of single tokens."""
+    """Return the trained coefficients (source, layer, value) on an edit's path in model A, without coefficients of single tokens."""
     options = dict(part.split("=") for part in kind.partition(":")[2].split(",") if part)
     return source.query(_trained, source.subjects(link)[0], source.prompt(link), options.get("path", ""))
 
