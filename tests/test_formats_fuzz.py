@@ -64,7 +64,7 @@ def survives(act, file, data):
 @pytest.mark.slow
 def test_damaged_files_are_read_or_refused_by_name(tiny, tmp_path, form, monkeypatch):
     # what would be observed is sound; observing it has tests of its own
-    seen = SimpleNamespace(source={}, config=SimpleNamespace(d_vocab=61))
+    seen = SimpleNamespace(source={}, tokenizer=None, config=SimpleNamespace(d_vocab=61))
     monkeypatch.setattr(transformers_modules, "observe", lambda module, ids, **_: seen)
     make, damage = FORMS[form]
     file, act = make(tiny, tmp_path)

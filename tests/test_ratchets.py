@@ -17,9 +17,9 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_450  # lines of Python in workbench/ and app/
+TOTAL = 58_460  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_863,
+    "app": 3_872,
     "workbench": 1_238,
     "workbench/checkpoints": 4_187,
     "workbench/claims": 3_926,
@@ -41,7 +41,7 @@ LINES = {
     "workbench/storage": 924,
     "workbench/studies": 876,
     "workbench/training": 1_761,
-    "workbench/views": 5_521,
+    "workbench/views": 5_522,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`
