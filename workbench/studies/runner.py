@@ -16,11 +16,13 @@ from workbench.claims.verdict import judge_differences
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
+from workbench.places import SHIPPED
 from workbench.runs.records import load_records, write_parquet
-from workbench.runs.run import CORPORA, RUN_FILE, Run, shared_text
+from workbench.runs.run import CORPORA, RUN_FILE, Run, is_study, shared_text
 from workbench.statistics.censored import censored, compare_steps, formed_in
 from workbench.statistics.formation import formation_steps, sink_step
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
+from workbench.storage.locations import unpacked
 from workbench.studies.study_file import OUTCOMES, Cell, Study, find_study, read_study, value_text
 
 QUICK_SEEDS = 2
@@ -64,6 +66,10 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
         raise WorkbenchError(f"{study.name} takes its rates from {other.name}, {why}")
     tried = plan(other, runs)
     places = [runs / run.name for run in tried]
+    if not any(path.exists() for path in places) and is_study(shipped := SHIPPED / "evidence" / other.name):
+        runs = unpacked(shipped)  # nothing is trained again that ships
+        tried = plan(other, runs)
+        places = [runs / run.name for run in tried]
     if absent := [path for path in places if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
         raise WorkbenchError(
             f"{study.name} takes its rates from {other.name}, of which {len(absent)} of {len(tried)} runs are not finished; "
