@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_460  # lines of Python in workbench/ and app/
+TOTAL = 58_467  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_872,
     "workbench": 1_238,
     "workbench/checkpoints": 4_187,
-    "workbench/claims": 3_926,
+    "workbench/claims": 3_927,
     "workbench/cli": 1_490,
     "workbench/data": 1_631,
     "workbench/interventions": 2_447,
@@ -39,7 +39,7 @@ LINES = {
     "workbench/sklearn": 630,
     "workbench/statistics": 576,
     "workbench/storage": 924,
-    "workbench/studies": 876,
+    "workbench/studies": 882,
     "workbench/training": 1_761,
     "workbench/views": 5_522,
 }

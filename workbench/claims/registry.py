@@ -131,7 +131,8 @@ def untested_result(verdict: Verdict) -> str:
 def shorter_trainings(untested: Sequence[tuple[Verdict, float]]) -> str:
     """Return the result of a claim with one deciding comparison in settings that were not tested, by budget."""
     results = [(v.table[v.table["role"] == ROLES[0]], n) for v, n in untested if "role" in v.table and n >= 0]
-    single = sorted(((n, rows.iloc[0]) for rows, n in results if len(rows) == 1), key=lambda one: one[0])
+    enough = ((n, rows.iloc[0]) for rows, n in results if len(rows) == 1 and rows["n"].iloc[0] >= MIN_SEEDS)
+    single = sorted(enough, key=lambda one: one[0])
     parts = [f"{row['value']:+.3g} {row['unit']} at {n:.3g}" for n, row in single]
     early = f" Below {TESTED:.0f}, differences are of early training." if any(n < TESTED for n, _ in single) else ""
     return f" Other settings that were not tested: {', '.join(parts)} tokens per parameter.{early}" if parts else ""
