@@ -72,9 +72,9 @@ middle of the runs of 100:
 After a whole schedule of 20 tokens per parameter ResFormer leads, and halved values do not. This lead is the path's, but its loss still
 falls by 0.029 nats over the last tenth. In the middle of a longer run halved values lead by more than ResFormer. At 50 and at 100 no lead
 is left that five seeds could see: a gain above 0.06 nats is excluded, the published one of about 0.01 is not. At 140 ResFormer meets all
-three conditions for the first time and is *unresolved*. There the lowest loss is that of halved values, so a lead of ResFormer over the
+three conditions for the first time and is *unresolved*. Halved values end lowest, so a lead of ResFormer over the
 Transformer would not be the path's. The rates were chosen at 20 and at 50 tokens per parameter on one seed each, and a model at 140 may
-need others: the Transformer, which stands at twice the rate of halved values, may lack a lower one. SVFormer's comparison meets the
+need others: the Transformer trains at twice the rate of halved values and may lack a lower one. SVFormer's comparison meets the
 conditions at 100 and is unresolved.
 
 **Concentration needs larger models.** A pilot of the same size (1 seed, 20 tokens per parameter, a start token before every sequence)
