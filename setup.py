@@ -12,7 +12,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 INSIDE = {"app": "app", "analyses": "analyses", "data": "shipped"}
-LARGE = ("losses", "sinks_long", "sinks_remedies", "sinks_settings")
+LARGE = ("losses", "routing", "sinks_long", "sinks_remedies", "sinks_settings")
 HERE = Path(__file__).parent
 
 

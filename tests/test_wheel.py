@@ -34,7 +34,7 @@ INSIDE = {
     "data": "workbench/shipped",
 }
 """Folders here, and where they go."""
-LARGE = {"losses", "sinks_long", "sinks_remedies", "sinks_settings"}
+LARGE = {"losses", "routing", "sinks_long", "sinks_remedies", "sinks_settings"}
 FOREIGN = '[server]\nallowedHosts = ["*"]\n[browser]\ngatherUsageStats = true\n[client]\nshowErrorDetails = "full"\n'
 """Settings that somebody may have for dashboards of their own."""
 
