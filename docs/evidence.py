@@ -56,8 +56,8 @@ A gain of the first layer's values is supported only if the control lacks it. Th
 layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay the sink and do not prevent it. The lead in learning to
 copy persists against the same control, and against first-layer values of another sequence ([induction.md](induction.md)).
 
-**A lead at 20 tokens per parameter is gone at 50 and at 100.** The studies `losses20`, `losses50`, `losses100` and `losses140` have 4
-layers of width 32, 116,000 parameters and 5 seeds each, with a whole schedule for each budget. Each model has its best of 4 or 5 rates,
+**A lead at 20 tokens per parameter is gone at 50 and at 100.** The studies are `losses20`, `losses50`, `losses100` and
+`losses140`. Each has 4 layers of width 32, 116,000 parameters, 5 seeds and a whole schedule for its budget. Each model has its best of 4 or 5 rates,
 chosen on a seed that is not reported. The table has differences of the validation loss in nats with 95 % intervals. The last row is the
 middle of the runs of 100:
 
@@ -73,8 +73,8 @@ After a whole schedule of 20 tokens per parameter ResFormer leads, and halved va
 falls by 0.029 nats over the last tenth. In the middle of a longer run halved values lead by more than ResFormer. At 50 and at 100 no lead
 is left that five seeds could see: a gain above 0.06 nats is excluded, the published one of about 0.01 is not. At 140 ResFormer meets all
 three conditions for the first time and is *unresolved*. Halved values end lowest, so a lead of ResFormer over the
-Transformer would not be the path's. The rates were chosen at 20 and at 50 tokens per parameter on one seed each, and a model at 140 may
-need others: the Transformer trains at twice the rate of halved values and may lack a lower one. SVFormer's comparison meets the
+Transformer would not be the path's. The rates were chosen at 20 and at 50 tokens per parameter, on one seed each.
+At 140 other rates may be better. The Transformer trains at twice the rate of halved values, so it may lack a lower one. SVFormer's comparison meets the
 conditions at 100 and is unresolved.
 
 **Concentration needs larger models.** A pilot of the same size (1 seed, 20 tokens per parameter, a start token before every sequence)

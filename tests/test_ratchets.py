@@ -17,14 +17,14 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_467  # lines of Python in workbench/ and app/
+TOTAL = 58_468  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_872,
     "workbench": 1_238,
     "workbench/checkpoints": 4_187,
     "workbench/claims": 3_927,
     "workbench/cli": 1_490,
-    "workbench/data": 1_631,
+    "workbench/data": 1_632,
     "workbench/interventions": 2_447,
     "workbench/jobs": 432,
     "workbench/kernels": 964,

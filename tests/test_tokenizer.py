@@ -15,7 +15,7 @@ import torch
 from workbench.checkpoints.vocabulary import load_tokenizer
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import Corpus, Document
-from workbench.data.tokenizer import BOS, EOS, TokenDocuments, Tokenizer, tokenize, train_tokenizer
+from workbench.data.tokenizer import BOS, EOS, ForeignTokenizer, TokenDocuments, Tokenizer, tokenize, train_tokenizer
 from workbench.errors import BadCheckpoint, BadData, UnknownName
 
 ROOT = Path(__file__).parents[1]
@@ -336,3 +336,17 @@ def test_a_panic_of_the_library_is_a_named_error() -> None:
         raise PanicException("of Rust")
     with pytest.raises(KeyboardInterrupt), tokenizer_limits.without_panics("the text"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_start_token_of_a_template_is_found_also_of_a_tokenizer_with_limits(
+    tokenizer: Tokenizer, tmp_path: Path, limited: bool
+) -> None:
+    template = tokenizers.processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
+    post = json.loads(template.__getstate__())
+    slow = {"pre_tokenizer": split_by(r"(?:[^\s]+\s?)+x?")} if limited else {}
+    path = written(tokenizer, tmp_path, post_processor=post, **slow)
+    one = ForeignTokenizer(tokenizer_limits.open_backend(path.read_text()))
+    assert isinstance(one._backend, tokenizer_limits.LimitedBackend) == limited
+    assert one.start_token == 0
+    assert getattr(one._backend, "_worker", None) is None, "no process is started for it"

@@ -277,7 +277,8 @@ class ForeignTokenizer(Tokenizer):
     @cached_property
     def start_token(self) -> int | None:
         """The id that this tokenizer's template puts before every text, None without one."""
-        full, bare = (self._backend.encode("a", add_special_tokens=each).ids for each in (True, False))
+        backend = getattr(self._backend, "vocabulary", self._backend)  # of one with limits, the part in this process
+        full, bare = (backend.encode("a", add_special_tokens=each).ids for each in (True, False))
         return int(full[0]) if len(full) > len(bare) and full[1 : 1 + len(bare)] == bare else None
 
     def _special(self, number: int | None, what: str) -> int:

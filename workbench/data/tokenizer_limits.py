@@ -133,10 +133,10 @@ class LimitedBackend:
         self._worker: subprocess.Popen[bytes] | None = None
         self._owner = 0
         harmless = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
-        self._vocabulary = tokenizers.Tokenizer.from_str(json.dumps(dict(settings) | harmless))
+        self.vocabulary = tokenizers.Tokenizer.from_str(json.dumps(dict(settings) | harmless))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_vocabulary"], name)
+        return getattr(self.__dict__["vocabulary"], name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LimitedBackend, (self._text, self._settings)
