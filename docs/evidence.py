@@ -57,7 +57,8 @@ layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay
 copy persists against the same control, and against first-layer values of another sequence ([induction.md](induction.md)).
 
 **A lead at 20 tokens per parameter is gone at 50 and at 100.** The studies are `losses20`, `losses50`, `losses100` and
-`losses140`. Each has 4 layers of width 32, 116,000 parameters, 5 seeds and a whole schedule for its budget. Each model has its best of 4 or 5 rates,
+`losses140`. Each has 4 layers of width 32, 116,000 parameters, 5 seeds and a whole schedule for its budget.
+Each model has its best of 4 or 5 rates,
 chosen on a seed that is not reported. The table has differences of the validation loss in nats with 95 % intervals. The last row is the
 middle of the runs of 100:
 
@@ -74,7 +75,8 @@ falls by 0.029 nats over the last tenth. In the middle of a longer run halved va
 is left that five seeds could see: a gain above 0.06 nats is excluded, the published one of about 0.01 is not. At 140 ResFormer meets all
 three conditions for the first time and is *unresolved*. Halved values end lowest, so a lead of ResFormer over the
 Transformer would not be the path's. The rates were chosen at 20 and at 50 tokens per parameter, on one seed each.
-At 140 other rates may be better. The Transformer trains at twice the rate of halved values, so it may lack a lower one. SVFormer's comparison meets the
+At 140 other rates may be better. The Transformer trains at twice the rate of halved values, so it may lack a lower one.
+SVFormer's comparison meets the
 conditions at 100 and is unresolved.
 
 **Concentration needs larger models.** A pilot of the same size (1 seed, 20 tokens per parameter, a start token before every sequence)
