@@ -96,8 +96,9 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     """Return every model's runs at its best learning rate, and how the rates were chosen.
 
     The best rate has the lowest mean loss, among rates that all models share. If some seeds have all rates of all models, and three others
-    have the best ones, the first seeds choose and the others are compared. With fewer than `RATES` shared rates, runs of equal rates or of
-    rates chosen in another sweep are compared. The first name of each tuple that has runs is used; `also` are further models.
+    have the best ones, the first seeds choose and the others are compared; one or two seeds that choose are never compared. With fewer than
+    `RATES` shared rates, runs of equal rates or of rates chosen in another sweep are compared. The first name of each tuple that has runs is
+    used; `also` are further models.
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
@@ -118,7 +119,15 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     choosing = every.index[every == len(names) * len(shared)]
     best = best_rates(tried[tried["seed"].isin(choosing)])
     reported = runs[(runs["lr"] == runs["model"].map(best)) & ~runs["seed"].isin(choosing)]
-    apart = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0).min() >= MIN_SEEDS
+    enough = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0) >= MIN_SEEDS
+    apart = enough.all()
+    if 0 < len(choosing) < MIN_SEEDS and not apart and best.keys() >= set(names):
+        rates = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
+        on = listed([f"seed {seed:g}" for seed in choosing])
+        raise InsufficientEvidence(
+            f"The best learning rate of each model was chosen on {on}, which a comparison may not count. "
+            f"Train {rates} on {MIN_SEEDS} other seeds."
+        )
     best = best if apart else best_rates(tried)
     if missing := [name for name in names if name not in best]:
         raise InsufficientEvidence(f"The last loss of {listed(missing)} is unknown at every rate.")
