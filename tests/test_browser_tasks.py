@@ -138,7 +138,7 @@ def test_a_recording_grows_on_its_page_while_a_loop_goes_on(at, runs):
 
 def test_a_value_is_followed_in_two_clicks(at):
     page, click = at(f"prompt?{ON}", 2)
-    click(page.get_by_role("radio", name="Path of a token"))
+    click(page.get_by_role("radio", name="From score to logit"))
     click(page.locator(".tokens [role=option]").nth(3))
     page.locator("h2", has_text="Path of").wait_for()
     assert state(page)["position"] == "3"

@@ -38,7 +38,7 @@ CELL = ("key", "against", "parts", "target")
 FIGURES = {
     "Map of this head": attention.weights, "All heads": attention.overview, "Received attention": attention.received,
     "Attention of one query": attention.query, "Statistics per head": attention.numbers, "Score attribution": attention.score,
-    "Path of a token": attention.path,
+    "From score to logit": attention.path,
 }  # fmt: skip
 
 
@@ -127,9 +127,9 @@ def _score(link: Link, choice: attention.Choice) -> None:
         key = widgets.choose(KEY, "key", list(names), key, show=names.__getitem__, width=150)
         others = attention.AGAINST | {str(i): name for i, name in names.items() if i != key}
         first = attention.OTHERS if query else attention.NONE
-        against = widgets.choose("Minus", "against", list(others), first, show=others.__getitem__, width=190)
-        parts = widgets.choose("Parts", "parts", list(attention.PARTS), show=attention.PARTS.__getitem__, width=150)
-        link = choose_token(link.but(key=key), choice.text, "Token", "target", position=query, width=130)
+        against = widgets.choose("Score minus", "against", list(others), first, show=others.__getitem__, width=190)
+        parts = widgets.choose("Parts by", "parts", list(attention.PARTS), show=attention.PARTS.__getitem__, width=150)
+        link = choose_token(link.but(key=key), choice.text, "Predicted token", "target", position=query, width=130)
     show(attention.score, link.but(against=against, parts=parts), about=SCORE)
     show(attention.path, link, about=PATH)
 

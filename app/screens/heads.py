@@ -103,7 +103,7 @@ def _choices(link: Link) -> tuple[Link, heads.RunHead]:
         words = widgets.spaced(asked).capitalize()
         st.caption(f"{words} is not measured per head; ranked by {widgets.spaced(options.metric)}.")
     bare = bare.but(
-        end=widgets.choose("Order", "end", list(heads.ENDS), options.end, show=heads.ENDS.__getitem__, width=150)
+        end=widgets.choose("Sort", "end", list(heads.ENDS), options.end, show=heads.ENDS.__getitem__, width=150)
     )
     at = bare
     for key in ("layer", "head"):

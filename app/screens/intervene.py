@@ -172,10 +172,10 @@ def _sweep_controls(link: Link) -> Link:
     if kind == intervene.everywhere(opened) != opened:
         st.caption(f"{widgets.escaped(opened)}, in one place at a time.")
     choices = list(intervene.OVER) if intervene.has_heads(kind) else [intervene.OVER[0]]
-    over = widgets.choose("Over", "over", choices, show=lambda o: o.replace("x", "and"))
+    over = widgets.choose("Sweep over", "over", choices, show=lambda o: o.replace("x", "and"))
     of = widgets.choose("Effect on", "of", list(OF), show=OF.__getitem__)
     link = _second_text(link.but(sweep=kind, over=over, of=of), intervene.takes_from_second(kind))
-    return choose_token(link, cached_source().prompt(link), "Token", "target") if of != "loss" else link
+    return choose_token(link, cached_source().prompt(link), "Predicted token", "target") if of != "loss" else link
 
 
 # ---- patching --------------------------------------------------------------------------------------------------------

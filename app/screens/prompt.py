@@ -48,7 +48,7 @@ PARTS = {
     "layers": "Logit lens",
     "who": "Logit attribution",
     "carries": "Values",
-    "follow": "Path of a token",
+    "follow": "From score to logit",
 }
 PART_VIEWS = {
     "next": (prompt.predictions, prompt.surprise), "layers": (prompt.lens,), "who": (prompt.attribution,),
@@ -99,7 +99,7 @@ def prompt_page(link: Link) -> None:
             quantity = widgets.choose(
                 "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
             )
-            lens = widgets.choose("Lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130)
+            lens = widgets.choose("Kind of lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130)
             link = link.but(quantity=quantity, lens=lens)
             if link.text("lens") == "tuned":
                 fits = {"auto": "automatic", **tuned.TEXTS}
@@ -125,7 +125,7 @@ def prompt_page(link: Link) -> None:
                 chosen = widgets.choose(label, key, list(shows), ALL, show=shows.__getitem__, width=130)
                 link = link.but(**{key: None if chosen == ALL else chosen})
             query = int(follow.reader(source, link).options["lock"])
-            link = choose_token(link, text, "Token", "target", position=query, width=130)
+            link = choose_token(link, text, "Predicted token", "target", position=query, width=130)
     least = (
         (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") or prompt.two_texts in views else FIGURE_PX
     )
@@ -137,7 +137,7 @@ def prompt_page(link: Link) -> None:
 def _attribution(link: Link, entry: Entry, text: str) -> Link:
     """The token whose logit is divided, and the layer and head that are divided further."""
     at = int(link.options["position"])
-    link = choose_token(link, text, "Token", "target", position=at, width=130)
+    link = choose_token(link, text, "Predicted token", "target", position=at, width=130)
     link = choose_token(
         link, text, "Minus token", "against", position=at, width=130, but=link.whole("target"), none=ALL
     )

@@ -203,7 +203,7 @@ def verdicts_figure(verdicts: Sequence[tuple[str, str, str]], under: str = "") -
             customdata=[[words(name), name] for _, name in mine], hovertemplate=f"%{{customdata[0]}}: {status_name}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(title_text="claims", dtick=1)
+    figure.update_xaxes(title_text="number of claims", dtick=1)
     figure.update_yaxes(
         categoryorder="array", categoryarray=[*questions.values()][::-1], showgrid=False, tickfont_size=11
     )

@@ -496,7 +496,7 @@ def path(source: Source, link: Link) -> Drawing:
         sentences += found.score.notes
         capped = "" if found.score.capped is None else " before the soft cap"
     figure = plots.value_path(
-        paths, f"Path of {names[0]}",
+        paths, f"From the score of {names[0]} to a logit",
         f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score{capped}{less}; right: "
         "by value path, attention weight × logit per weight = logits added at the query; norms fixed; hatched: negative",
     )  # fmt: skip

@@ -177,4 +177,4 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     seeds = int(shown["seeds"].max())
     noise = f"{seeds} seeds" if seeds >= MIN_SEEDS else "over documents of 1 seed"
     under = f"A: {a}; B: {b}; {noise}; interval: {confidence()}, Holm-adjusted; hollow: not significant"
-    return Drawing(dressed(figure, "Measures that moved", under, 120 + ROW * len(shown)), table, sentence)
+    return Drawing(dressed(figure, "Measures that differ", under, 120 + ROW * len(shown)), table, sentence)
