@@ -88,7 +88,7 @@ def test_what_two_processes_found_is_what_one_would_have(name, monkeypatch):
         return first
 
     whole, mine, other = fed(0, 1, 2, 3), fed(0, 2), fed(1, 3)
-    others = iter([[other.parts], [other.rows_read]])
+    others = iter([[other.parts], [(other.rows_read, other.windows)]])
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, next(others)])
     forward_pass.exchange([mine])
     found, alone = (pd.DataFrame(forward_pass.record_rows(of, sample, 2)) for of in (mine, whole))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from observed import BEFORE, PLACE, see, stranger
 from strangers import GPT, VOCABULARY, large
 
 import workbench
-from workbench.errors import WorkbenchError
+from workbench.errors import NotMeasured, WorkbenchError
 from workbench.kernels.reference import statistics_of
 from workbench.metrics import METRICS
 from workbench.names import STATISTICS
@@ -49,6 +50,51 @@ def test_other_masks_are_named_and_their_statistics_exact(kind, ids):
         found = cache[f"blocks.1.attn.hook_{statistic}"].double()
         torch.testing.assert_close(found, getattr(wanted, statistic), atol=2e-5, rtol=1e-5, msg=statistic)
     torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"].double(), pattern, atol=1e-6, rtol=1e-5)
+
+
+RELATIVE = {"importance_entropy": "deficit", "row_entropy": "normalised", "effective_keys": "share"}
+
+
+def evenly(mask):
+    """Attention to all visible keys alike."""
+    return lambda q, k, v, layer: F.scaled_dot_product_attention(q * 0, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("width", [8, 40])
+def test_uniform_attention_meets_its_baselines_within_any_window(width, ids):
+    observed = see(large(GPT(attend=evenly(BEFORE & (PLACE[:, None] - PLACE < width)))), ids)
+    metrics = [
+        *RELATIVE,
+        "sink_mass",
+        "sink_power",
+        "token_importance",
+        "top_importance",
+        "received_ratio",
+        "concentration_parts",
+    ]
+    rows = workbench.measure(observed, metrics, ids)
+    assert observed.attention_window(1) == (8 if width == 8 else None)
+    for metric, variant in RELATIVE.items():
+        of = rows.loc[(rows["metric"] == metric) & (rows["variant"] == variant), "value"]
+        assert of.to_numpy() == pytest.approx(0 if variant == "deficit" else 1, abs=1e-6), metric
+    parts = rows.loc[rows["metric"] == "concentration_parts", "value"]
+    assert parts.to_numpy() == pytest.approx(0, abs=1e-6)
+    plain = rows[rows["variant"].isna() & (rows["metric"] != "concentration_parts")]
+    even = plain[plain["control"] == "uniform_causal"]
+    assert set(even["metric"]) == set(metrics) - {"concentration_parts"}
+    for (metric, layer), of in plain[plain["control"].isna()].groupby(["metric", "layer"]):
+        base = even[(even["metric"] == metric) & (even["layer"] == layer)]["value"].to_numpy()
+        assert of["value"].to_numpy() == pytest.approx(np.resize(base, len(of)), rel=1e-5, abs=1e-6), metric
+
+
+def test_a_mask_that_is_no_window_has_no_baseline_of_uniform_attention(ids):
+    dilated = BEFORE & ((PLACE[:, None] - PLACE) % 3 == 0)
+    observed = see(large(GPT(attend=evenly(dilated))), ids)
+    with pytest.warns(NotMeasured, match="received_ratio.*uniform attention is unknown where a mask hides some keys"):
+        rows = workbench.measure(observed, ["row_entropy", "sink_mass", "received_ratio"], ids)
+    assert set(rows["metric"]) == {"row_entropy", "sink_mass"}
+    assert rows["control"].isna().all()
+    assert rows["variant"].isna().all()
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------

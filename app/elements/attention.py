@@ -92,7 +92,7 @@ def _panel(seen: Seen, room: Room) -> dict[str, Any]:
         "entropy": [round(float(v), 4) for v in rows["normalised_entropy"]],
         "keys_used": [round(float(v), 4) for v in rows["effective_keys"]],
         "sink": [round(float(v), 4) for v in rows["sink_mass"]],
-        "evenly": {name: round(float(v), 4) for name, v in overview.uniform.items()},
+        "evenly": {name: None if np.isnan(v) else round(float(v), 4) for name, v in overview.uniform.items()},
         "queries": window.queries, "keys": window.keys, "exact": window.exact, "top": top,
         "scale": [brightest(tiles), brightest(window.weights, window.queries[0])],
         "query_tokens": [short(seen.tokens[i], LONGEST) for i in window.queries[:-1]],

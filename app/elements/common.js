@@ -29,7 +29,7 @@ function made(tag, name, parent, text) {
 // At most three significant digits, with a true minus sign.
 const number = (v) => {
   const size = Math.abs(v);
-  if (Number.isNaN(v)) return "–";
+  if (v === null || Number.isNaN(v)) return "–";
   const text = size >= 999.5 ? v.toFixed(0) : size >= 0.9995 ? v.toPrecision(3) : size >= 0.0005 || !v ? v.toFixed(3) : v.toExponential(1);
   return text.replaceAll("-", "−");
 };

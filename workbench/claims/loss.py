@@ -97,8 +97,8 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
 
     The best rate has the lowest mean loss, among rates that all models share. If some seeds have all rates of all models, and three others
     have the best ones, the first seeds choose and the others are compared; one or two seeds that choose are never compared. With fewer than
-    `RATES` shared rates, runs of equal rates or of rates chosen in another sweep are compared. The first name of each tuple that has runs is
-    used; `also` are further models.
+    `RATES` shared rates, runs of equal rates or of rates chosen in another sweep are compared. The first name of each tuple that has runs
+    is used; `also` are further models.
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]

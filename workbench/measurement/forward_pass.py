@@ -28,11 +28,14 @@ from workbench.models.transformer import Transformer
 from workbench.names import ACTIVATIONS, STATISTICS, stream_hook
 from workbench.observing.interception.documents_and_labels import Segments, weighted_mean
 
-WHOLE = ("logits", "tokens", "counted")
-"""Inputs of metrics that belong to a sequence, not to a hook point."""
+WHOLE = ("logits", "tokens", "counted", "window")
+"""Inputs of metrics that belong to a sequence or a mask, not to a hook point."""
 
 LAYER_WEIGHTS = ("W_O",)
 """Weights of a layer that a metric of activations may also read."""
+
+RELATIVE = ("concentration_parts", "received_ratio")
+"""Metrics relative to uniform attention in each variant."""
 
 HELD = 1 << 29
 """Maximum bytes of sums in one pass over an observed model; further sites are measured in separate passes."""
@@ -50,6 +53,9 @@ class Reduction:
     parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
     rows: list[dict[str, Any]] | None = None  # its records, if they are made before another pass
     rows_read: Counter[Any] = field(default_factory=Counter)  # layer -> sequences
+    windows: dict[Any, int | None] = field(
+        default_factory=dict
+    )  # layer -> keys in sight of a query, None for all earlier ones
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
         """Return the hook points of the activations that the metric reads at a layer; empty if the model lacks one."""
@@ -69,7 +75,7 @@ class Reduction:
         """True if the metric reads no hook point."""
         return set(self.metric.reads(self.site)) <= set(WHOLE)
 
-    def feed(self, layer: Any, inputs: Mapping[str, Tensor], rows: range, segments: Segments | None = None) -> None:
+    def feed(self, layer: Any, inputs: Mapping[str, Any], rows: range, segments: Segments | None = None) -> None:
         """Reduce one batch: `inputs` by name, `rows` the indices of its sequences in the sample.
 
         With `segments`, each document is reduced separately and without padding. A row's value is the mean over its documents,
@@ -79,6 +85,9 @@ class Reduction:
         given = {a: inputs[str(alias)] for a, alias in aliases.items() if alias in inputs or a in self.metric.arguments}
         function, options = self.metric.function, self.options
         self.rows_read[layer] += len(rows)
+        window = self.windows[layer] = inputs.get("window")
+        if window == 0 and self.needs_window:
+            return
         if segments is None and self.metric.form == "per_sequence":
             self.parts.setdefault(layer, []).append(function(**given, **options).double().cpu())
             return
@@ -87,7 +96,7 @@ class Reduction:
             self.parts[layer] = [] if per_sequence else [function(**options) for _ in range(self.metric.folds)]
         for row, place in enumerate(rows):
             if segments is None:
-                documents = [{a: value[row : row + 1] for a, value in given.items()}]
+                documents = [{a: x[row : row + 1] if isinstance(x, Tensor) else x for a, x in given.items()}]
             else:
                 positions = self.documents(segments, row)
                 documents = [{a: cut(x, str(aliases[a]), row, at) for a, x in given.items()} for at in positions]
@@ -99,6 +108,12 @@ class Reduction:
             else:
                 for one in documents:
                     self.parts[layer][place % self.metric.folds].update(**one)
+
+    @property
+    def needs_window(self) -> bool:
+        """True if its numbers are relative to uniform attention, which a mask of unknown kind leaves unknown."""
+        relative = self.variant not in (None, "per_head") or self.metric.name in RELATIVE
+        return relative and "window" in self.metric.optional
 
     def has_number(self, value: Tensor) -> Tensor:
         """Return which sequences have a number: without a found position, a measure of one vector has NaN."""
@@ -242,7 +257,9 @@ def run_pass(model: Transformer, sample: Sample, reductions: Sequence[Reduction]
         reducers = [
             hook
             for layer, entries in plan.items()
-            for hook in _reducers(layer, entries, {"tokens": ids} | weights[layer], documents, here)
+            for hook in _reducers(
+                layer, entries, {"tokens": ids} | weights[layer], documents, here, model.attention_window
+            )
         ]
         with torch.no_grad(), model.hooks(reducers), model.by_document(here) if foreign else nullcontext():
             logits = model(ids)
@@ -269,9 +286,11 @@ def exchange(reductions: Sequence[Reduction]) -> None:
     parts = distributed.all_gather([reduction.parts for reduction in reductions])
     if len(parts) == 1:
         return
-    counts = distributed.all_gather([reduction.rows_read for reduction in reductions])
+    facts = distributed.all_gather([(reduction.rows_read, reduction.windows) for reduction in reductions])
     for number, reduction in enumerate(reductions):
-        reduction.rows_read = sum((count[number] for count in counts), Counter())
+        reduction.rows_read = sum((of[number][0] for of in facts), Counter())
+        for of in facts:
+            reduction.windows |= of[number][1]
         each = [part[number] for part in parts]
         layers = {layer: None for part in each for layer in part}
         if reduction.metric.form == "per_sequence":
@@ -293,15 +312,17 @@ def _reducers(
     given: Mapping[str, Tensor],
     documents: range,
     segments: Segments | None,
+    window: Callable[[Any], int | None],
 ) -> list[tuple[str, Callable[..., None]]]:
     """Return hooks that hold a layer's activations and the given inputs until every metric has been updated."""
     alias_of = {hook: alias for _, hooks in entries for alias, hook in hooks.items()}
     waiting = {id(reduction): set(hooks.values()) for reduction, hooks in entries}
-    held = dict(given)
+    held: dict[str, Any] = dict(given)
 
     @read_only
     def arrive(tensor: Tensor, hook: Any) -> None:
         held[alias_of[hook.name]] = tensor
+        held["window"] = window(layer)
         for reduction, _ in entries:
             missing = waiting[id(reduction)]
             if hook.name in missing:
@@ -381,7 +402,7 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
         reads = inspect.signature(control).parameters
 
         def of(ids: Tensor, control: Any = control, reads: Any = reads) -> Tensor:
-            given = {"T": ids.shape[1], "tokens": ids}
+            given = {"T": ids.shape[1], "tokens": ids, "window": reduction.windows.get(axes["layer"])}
             value = torch.as_tensor(control(**{a: given[a] for a in reads}), dtype=torch.double)
             return value if "tokens" in reads else value[None]  # one per sequence
 
@@ -393,6 +414,8 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
                 documents = reduction.documents(sample.segments, row)
                 rows.append(weighted_mean([of(ids[None, at]) for at in documents], [len(at) for at in documents]))
             value = mean_and_error(rows)[0]
+        if value.isnan().all():  # uniform attention over keys that no window describes
+            continue
         named = [axis for axis in reduction.metric.axes if axis != "head"] if value.ndim else []
         yield from _spread(axes | {"control": name}, named, value, torch.full_like(value, math.nan))
 

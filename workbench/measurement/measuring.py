@@ -148,6 +148,8 @@ def _why_absent(subject: Subject, item: Measure) -> str:
                 return f"{item.name} has no numbers: {points[0]} does not exist: {why}"
     if item.found:
         return f"{item.name} has no numbers: no head rests on a position of these documents"
+    if "window" in item.optional and 0 in map(model.attention_window, range(model.config.n_layers)):
+        return f"{item.name} has no numbers: uniform attention is unknown where a mask hides some keys and is no sliding window"
     weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
     return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all of its inputs'}"
 

@@ -1,6 +1,7 @@
 """Metrics of attention patterns: received attention, entropy, sinks and induction.
 
-They read streamed statistics, never a T x T pattern. The control is the value under uniform causal attention.
+They read streamed statistics, never a T x T pattern. The control is the value under uniform causal attention, within the `window` of
+latest keys where a layer has one. With a mask of another kind the window is 0: uniform attention over unknown keys is NaN.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from workbench.errors import BadData
-from workbench.metrics.base import harmonic, metric, wide
+from workbench.metrics.base import metric, wide
 from workbench.metrics.found_sinks import found_mass, sink_positions
 from workbench.statistics.sinks import SINK_MASS
 
 
-def uniform_importance(T: int) -> Tensor:
-    """Return the token importance under uniform causal attention, (1/T) sum over i >= j of 1/i, float64 [T]."""
-    rows = 1.0 / torch.arange(1, T + 1, dtype=torch.float64)
-    return rows.flip(0).cumsum(0).flip(0) / T
+def visible(T: int, window: int | None = None) -> Tensor:
+    """Return the number of keys in sight of each query, float64 [T]: up to `window`, NaN for one of 0 (unknown)."""
+    keys = torch.arange(1, T + 1, dtype=torch.float64)
+    return keys if window is None else keys.clamp(max=window) if window else keys * math.nan
+
+
+def uniform_importance(T: int, window: int | None = None) -> Tensor:
+    """Return the token importance under uniform causal attention, (1/T) sum over the queries i that see j of 1 / keys(i), float64 [T]."""
+    rows = 1.0 / visible(T, window)
+    sums = rows.flip(0).cumsum(0).flip(0)
+    if window and window < T:
+        sums[: T - window] -= sums[window:].clone()
+    return sums / T
+
+
+def _of_first(T: int, window: int | None, power: int) -> float:
+    """Return the sum over queries of uniform causal attention to position 0 to a power; queries past the window do not see it."""
+    return float((1.0 / visible(T, window)[: window or T] ** power).sum())
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -28,9 +43,9 @@ def entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-def uniform_entropy(T: int) -> float:
+def uniform_entropy(T: int, window: int | None = None) -> float:
     """Return the importance entropy of uniform causal attention in nats."""
-    return float(entropy(uniform_importance(T)))
+    return float(entropy(uniform_importance(T, window)))
 
 
 @metric(
@@ -54,6 +69,7 @@ def token_importance(received: Float[Tensor, "batch head pos"]) -> Float[Tensor,
 def importance_entropy(
     received: Float[Tensor, "batch head pos"],
     null: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
     *,
     deficit: bool = False,
     per_head: bool = False,
@@ -68,7 +84,7 @@ def importance_entropy(
     T = received.shape[-1]
     sums = received if null is None else torch.cat((received, null.sum(-1, keepdim=True)), -1)
     value = entropy((sums if per_head else sums.mean(1)).double() / T)
-    return uniform_entropy(T) - value if deficit else value
+    return uniform_entropy(T, window) - value if deficit else value
 
 
 @metric(
@@ -89,11 +105,15 @@ class ConcentrationParts:
 
     def __init__(self) -> None:
         self.n, self.negentropy = 0, 0.0  # sum over sequences of sum p ln p
-        self.sum = torch.zeros((), dtype=torch.double)
+        self.sum, self.window = torch.zeros((), dtype=torch.double), None
 
     def update(
-        self, received: Float[Tensor, "batch head pos"], null: Float[Tensor, "batch head pos"] | None = None
+        self,
+        received: Float[Tensor, "batch head pos"],
+        null: Float[Tensor, "batch head pos"] | None = None,
+        window: int | None = None,
     ) -> None:
+        self.window = window
         p = (received.double().mean(1) / received.shape[-1]).cpu()
         p = p if null is None else p / p.sum(-1, keepdim=True)
         self._add(len(p), -float(entropy(p).sum()), p.sum(0))
@@ -101,6 +121,7 @@ class ConcentrationParts:
     def merge(self, other: ConcentrationParts) -> None:
         if other.n:
             self._add(other.n, other.negentropy, other.sum)
+            self.window = other.window
 
     def _add(self, n: int, negentropy: float, total: Tensor) -> None:
         if self.n and len(self.sum) != len(total):
@@ -113,7 +134,7 @@ class ConcentrationParts:
     def result(self) -> dict[str, float]:
         if not self.n:
             return dict.fromkeys(("", "first_position", "profile", "content"), float("nan"))
-        mean, u = self.sum / self.n, uniform_importance(len(self.sum))
+        mean, u = self.sum / self.n, uniform_importance(len(self.sum), self.window)
         content = self.negentropy / self.n + float(entropy(mean))
         pair = torch.stack((mean[0], mean[1:].sum())), torch.stack((u[0], u[1:].sum()))
         later = float(pair[0][1]) * _divergence(mean[1:] / pair[0][1], u[1:] / pair[1][1])
@@ -128,36 +149,38 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 @metric(
     unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2,
     source="Shannon entropy of attention rows", variants={"normalised": {"normalised": True}},
-    controls={"uniform_causal": lambda T: float(torch.arange(1, T + 1, dtype=torch.float64).log().mean())},
+    controls={"uniform_causal": lambda T, window=None: float(visible(T, window).log().mean())},
     units={"normalised": "share"},
 )  # fmt: skip
 def row_entropy(
-    row_entropy: Float[Tensor, "batch head pos"], *, normalised: bool = False
+    row_entropy: Float[Tensor, "batch head pos"], window: int | None = None, *, normalised: bool = False
 ) -> Float[Tensor, "batch head"]:
     """Mean over queries of the entropy of an attention row, for every head.
 
-    H_i = -sum_j A_ij ln A_ij, attention to no token counted as one key. `normalised`: mean over i >= 2 of H_i / ln i.
+    H_i = -sum_j A_ij ln A_ij, attention to no token counted as one key. `normalised`: mean over i >= 2 of H_i / ln(keys in sight).
     Caution: the mean of exp(H) is not exp of the mean.
     """
     if not normalised:
         return row_entropy.mean(-1)
-    T = row_entropy.shape[-1]
-    return (row_entropy[..., 1:] / torch.arange(2, T + 1, device=row_entropy.device).log()).mean(-1)
+    most = visible(row_entropy.shape[-1], window)[1:].log()
+    return (row_entropy[..., 1:] / most.to(row_entropy)).mean(-1)
 
 
 @metric(
     unit="keys", range="1..i at query i", reading="lower: the head is more focused", source="perplexity of attention rows",
     variants={"share": {"share": True}}, units={"share": "share of the keys in sight"},
-    controls={"uniform_causal": lambda T: (T + 1) / 2},
+    controls={"uniform_causal": lambda T, window=None: float(visible(T, window).mean())},
 )  # fmt: skip
-def effective_keys(row_entropy: Float[Tensor, "batch head pos"], *, share: bool = False) -> Float[Tensor, "batch head"]:
+def effective_keys(
+    row_entropy: Float[Tensor, "batch head pos"], window: int | None = None, *, share: bool = False
+) -> Float[Tensor, "batch head"]:
     """Number of keys with even attention that has the same entropy: the mean over queries of exp(H_i).
 
-    `share`: divided by the i visible keys. Caution: the mean of exp(H) is larger than exp of the mean entropy.
+    `share`: divided by the number of keys in sight. Caution: the mean of exp(H) is larger than exp of the mean entropy.
     """
     keys = row_entropy.exp()
     if share:
-        keys = keys / torch.arange(1, keys.shape[-1] + 1, device=keys.device)
+        keys = keys / visible(keys.shape[-1], window).to(keys)
     return keys.mean(-1)
 
 
@@ -167,7 +190,7 @@ TOP = 10
 @metric(
     unit="share", range="0..1, falling with the rank", reading="higher: attention is on fewer positions",
     source="Zhou et al. 2024 (ranks 1, 2, 3, 10)", variants={"cumulative": {"cumulative": True}},
-    controls={"uniform_causal": lambda T: uniform_importance(T)[:TOP]},
+    controls={"uniform_causal": lambda T, window=None: uniform_importance(T, window).topk(min(TOP, T)).values},
 )  # fmt: skip
 def top_importance(
     received: Float[Tensor, "batch head pos"], *, cumulative: bool = False
@@ -185,13 +208,13 @@ def top_importance(
     unit="ratio", range=">= 0, 1 = uniform causal", reading="higher: attended more than its position explains", min_length=2,
     source="column sums over the column sums of uniform causal attention", controls={"uniform_causal": lambda T: 1.0},
 )  # fmt: skip
-def received_ratio(received: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch pos"]:
+def received_ratio(received: Float[Tensor, "batch head pos"], window: int | None = None) -> Float[Tensor, "batch pos"]:
     """Attention that each position receives, divided by its value under uniform causal attention; heads averaged.
 
     c_j / c_j^uniform with c_j = sum_i A_ij. Caution: late positions receive little, so their ratios are noisy.
     """
     T = received.shape[-1]
-    return received.mean(1) / (T * uniform_importance(T)).to(received)
+    return received.mean(1) / (T * uniform_importance(T, window)).to(received)
 
 
 @metric(
@@ -221,6 +244,7 @@ def norm_weighted_importance(
     received: Float[Tensor, "batch head pos"],
     v: Float[Tensor, "batch pos kv_head d_head"],
     W_O: Float[Tensor, "head d_head d_model"],
+    window: int | None = None,
     *,
     per_head: bool = False,
     even: bool = False,
@@ -236,7 +260,7 @@ def norm_weighted_importance(
     triangle = torch.linalg.qr(wide(W_O).mT, mode="r").R  # ||x W_O|| = ||R x||, R no wider than the head
     values = wide(v).repeat_interleave(heads // v.shape[2], dim=2)
     size = torch.einsum("bphd,hrd->bphr", values, triangle).norm(dim=-1)
-    attention = (T * uniform_importance(T)).to(size)[:, None] if even else received.transpose(1, 2)
+    attention = (T * uniform_importance(T, window)).to(size)[:, None] if even else received.transpose(1, 2)
     weighted = attention * size
     weighted = weighted if per_head else weighted.sum(-1)
     return weighted / weighted.sum(1, keepdim=True)
@@ -265,7 +289,7 @@ def sink_rate(
 
 @metric(
     unit="share", range="0..1", reading="higher: stronger sink", source="Xiao et al. 2023 (attention sinks)", min_length=2,
-    controls={"uniform_causal": lambda T: (harmonic(T) - 1.0) / (T - 1)},
+    controls={"uniform_causal": lambda T, window=None: (_of_first(T, window, 1) - 1.0) / (T - 1)},
 )  # fmt: skip
 def sink_mass(
     sink: Float[Tensor, "batch head pos"],
@@ -288,7 +312,7 @@ def sink_mass(
 @metric(
     unit="tokens", range="0..T", reading="higher: more of the loss's gradient gathers at the first value",
     source="Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771",
-    controls={"uniform_causal": lambda T: math.fsum(1.0 / i**2 for i in range(1, T + 1))},
+    controls={"uniform_causal": lambda T, window=None: _of_first(T, window, 2)},
 )  # fmt: skip
 def sink_power(sink: Float[Tensor, "batch head pos"]) -> Float[Tensor, "batch head"]:
     """Sum over queries of the squared attention to position 0.
@@ -339,11 +363,17 @@ def _does_not_repeat(tokens: Int[Tensor, "batch pos"]) -> str:
     return "" if again > 0.5 else doubt
 
 
+def _of_earlier(T: int, offset: int, window: int | None) -> float:
+    """Return what queries of the second half give to the key `offset` positions before them under uniform causal attention."""
+    seen = window is None or offset < window or not window
+    return float((1.0 / visible(T, window)[T // 2 :]).mean()) if seen else 0.0
+
+
 @metric(
     unit="share", range="0..1", reading="higher: the head copies what followed last time", min_length=4,
     source="Olsson et al. 2022, In-context Learning and Induction Heads", doubt=_does_not_repeat,
     variants={"previous": {"previous": True}},
-    controls={"uniform_causal": lambda T: (harmonic(T) - harmonic(T // 2)) / (T - T // 2)},
+    controls={"uniform_causal": lambda T, window=None: _of_earlier(T, T // 2 - 1, window)},
 )  # fmt: skip
 def induction_score(
     rot_q: Float[Tensor, "batch pos head d_head"],

@@ -9,7 +9,6 @@ A metric has one of three forms. *Per sequence*: a function of named activations
 from __future__ import annotations
 
 import inspect
-import math
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from workbench.names import ACTIVATIONS
 Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-GIVEN = ("tokens", "counted", "W_O", "weights", "gradients", "cache")
+GIVEN = ("tokens", "counted", "window", "W_O", "weights", "gradients", "cache")
 """Arguments other than activations: ids [batch, pos], which of them count in the loss (bool [batch, pos]), the layer's output
 matrix [head, d_head, d_model], tensors by name, a filled key-value cache."""
 
@@ -143,8 +142,3 @@ def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
 def wide(x: Tensor) -> Tensor:
     """Cast to float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def harmonic(n: int) -> float:
-    """Return H_n = 1 + 1/2 + ... + 1/n."""
-    return math.fsum(1.0 / i for i in range(1, n + 1))

@@ -102,6 +102,10 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         self.lock = threading.RLock()
         self.hook_state = HookState(self)
 
+    def attention_window(self, layer: int | str | None) -> int | None:
+        """Return the number of latest keys that a query of the last run sees in a layer; None for all, 0 for a mask of another kind."""
+        return None
+
     def _repr_html_(self) -> str:
         shape, weight = self.config, self.embed.weight
         facts = {

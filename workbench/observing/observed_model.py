@@ -40,6 +40,7 @@ from workbench.observing.interception.function_mode import (
     has_fused_layers,
     remove_module_hooks,
 )
+from workbench.observing.interception.masks import CAUSAL, PACKED, PADDING, WINDOW
 from workbench.observing.interception.positions import Positions
 from workbench.observing.interception.tensor_layouts import get_at, ids_among
 from workbench.observing.interception.weights import is_sharded, offloaded, samples
@@ -88,6 +89,9 @@ class Observed(HookedModel):
         self._masks: SeenMasks | None = None  # records the masks of a run
         self._segments: Segments | None = None  # documents of the attention statistics
         self._attended: dict[tuple[int, str], Tensor] | None = None  # takes queries and keys of a run
+        self._mask_kinds: dict[
+            int, str
+        ] = {}  # of the last run by layer, where the attention's statistics, queries or keys were read
         if structure.embed is not None:
             self.hook_embed = HookPoint()
         points = (BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers))
@@ -139,8 +143,14 @@ class Observed(HookedModel):
         points = DecoderPoints(list(self.blocks), getattr(self, "hook_embed", None), head)
         return HookedRun(
             self.foreign, self.structure, points, tokens, fused=self.__dict__["fused"], masks=self._masks,
-            segments=self._segments, failed=failed, attended=self._attended,
+            segments=self._segments, failed=failed, attended=self._attended, mask_kinds=self._mask_kinds,
         )  # fmt: skip
+
+    def attention_window(self, layer: int | str | None) -> int | None:
+        """Return the number of latest keys that a query of the last run sees in a layer; None for all, 0 for a mask of another kind."""
+        kind = self._mask_kinds.get(layer, CAUSAL) if isinstance(layer, int) else CAUSAL
+        window = re.fullmatch(WINDOW.format(r"(\d+)"), kind)
+        return int(window[1]) if window else None if kind in (CAUSAL, PADDING, PACKED) or kind.startswith("adds") else 0
 
     def listen_to_calls(self, failed: Failed | None = None) -> CallsListenedTo:
         """Fire the hook points in calls of the foreign module, with gradients and in this thread, until `close`.

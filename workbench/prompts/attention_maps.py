@@ -273,7 +273,9 @@ class Overview:
     edges: list[int]  # first position of each bucket, and T
     statistics: pd.DataFrame
     """A row for each head: layer, head, row_entropy (nats), normalised_entropy, effective_keys, sink_mass; null_mass where there is one."""
-    uniform: dict[str, float]  # the same statistics under uniform causal attention of this length
+    uniform: dict[str, float]
+    """The same statistics under uniform causal attention of this length; NaN if layers see different numbers of keys."""
+    windows: list[int | None]  # latest keys that a query of each layer sees, None for all, 0 if unknown
 
 
 @torch.no_grad()
@@ -313,7 +315,8 @@ def attention_overview(
         assert entropy is not None
         assert sink is not None
         columns: dict[str, Tensor] = {
-            "row_entropy": row_entropy(entropy), "normalised_entropy": row_entropy(entropy, normalised=True),
+            "row_entropy": row_entropy(entropy),
+            "normalised_entropy": row_entropy(entropy, model.attention_window(layer), normalised=True),
             "effective_keys": effective_keys(entropy), "sink_mass": sink_mass(sink),
         }  # fmt: skip
         columns |= {} if null is None else {"null_mass": null_mass(null)}
@@ -323,12 +326,15 @@ def attention_overview(
             progress(len(tiles), n_layers)
 
     by_layer(model, ids, needed_points(model, OVERVIEW_POINTS, T), reduce)
-    uniform = {n: METRICS[n].controls["uniform_causal"](T) for n in ("row_entropy", "effective_keys", "sink_mass")}
+    windows = [model.attention_window(layer) for layer in range(n_layers)]
+    one = windows[0] if len(set(windows)) == 1 else 0
+    uniform = {n: METRICS[n].controls["uniform_causal"](T, one) for n in ("row_entropy", "effective_keys", "sink_mass")}
     return Overview(
         tiles=np.stack([tiles[n] for n in range(n_layers)]),
         edges=bucket_edges(T, buckets),
         statistics=pd.concat([tables[n] for n in range(n_layers)], ignore_index=True),
         uniform=uniform | {"normalised_entropy": 1.0},
+        windows=windows,
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
+from workbench.metrics.attention import visible
 from workbench.models.attention import JointAttention
 from workbench.models.decomposition import TOLERANCE
 from workbench.models.hooked import HookedModel
@@ -217,6 +218,13 @@ class Reading:
     total: Tensor  # norms that every query gets from all positions, summed, [head, T]
     triangle: Tensor  # R of W_O^T = QR by head, [head, d_head, d_head]: ||x W_O|| = ||R x||
     added: Mapping[Base, float] = field(default_factory=dict)
+    window: int | None = None  # latest keys that a query sees; None for all, 0 if unknown
+
+    def even(self, at: int) -> Tensor:
+        """Weights of the queries from a position on, to this position, if each spread its attention evenly over what it sees [query]."""
+        weights = 1 / (visible(self.total.shape[1], self.window)[at:] * len(self.columns))
+        weights[self.window or len(weights) :] = 0  # later queries do not see it
+        return weights
 
 
 @torch.no_grad()
@@ -294,7 +302,8 @@ class _Run:
         columns = {j: found[..., i + 1].T for i, j in enumerate(values)}
         weights = tensors[points.weights].tolist() if points.weights else []
         at_position = {j: v[self.at] for j, v in values.items()}
-        self.readings[n] = Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights))
+        window = self.model.attention_window(points.layer)
+        self.readings[n] = Reading(at_position, columns, found[..., 0].T, triangle, points.added(weights), window)
 
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
         """Apply the layer's attention to numbers [T, head, number] by set of keys; returns [T, head, number]."""
@@ -350,8 +359,7 @@ class _Run:
         self, n: int, way: str, base: Base, coefficient: float, vector: Tensor, column: Tensor
     ) -> Iterator[dict[str, Any]]:
         reading, after = self.readings[n], slice(self.at, self.at + 1 if way == "added" else None)
-        sets = len(reading.columns)
-        seen = torch.arange(1, reading.total.shape[1] + 1, device=column.device)[after] * sets
+        even = reading.even(self.at).to(column)
         norms = abs(coefficient) * written(vector, reading.triangle)
         for head, norm in enumerate(norms.tolist()):
             total = reading.total[head, after]
@@ -361,7 +369,7 @@ class _Run:
                 "layer": n, "way": way, "path": base if base in (WHOLE, TOGETHER) else path_of(base, self.layer), "head": head,
                 "coefficient": coefficient, "attention": attention, "norm": norm, "amount": amount, "total": everything,
                 "share": amount / everything if everything else float("nan"),
-                "even": float((total / seen).sum()) / everything if everything and way != "added" else float("nan"),
+                "even": float((total * even).sum()) / everything if everything and way != "added" else float("nan"),
             }  # fmt: skip
 
 
@@ -398,12 +406,12 @@ def _parts(layer: int, whole: Tensor, made: Mapping[Base, tuple[float, Tensor]])
 def _queries(reading: Reading, whole: Tensor, layer: int, at: int, top: int) -> pd.DataFrame:
     """Rows of `ValueFlow.queries`, for each head the largest amounts first."""
     norms, column = written(whole, reading.triangle), reading.columns[layer].abs()
-    seen, rows = len(reading.columns), list[dict[str, Any]]()
+    even, rows = reading.even(at).tolist(), list[dict[str, Any]]()
     for head, norm in enumerate(norms.tolist()):
         best = column[head, at:].topk(min(top, column.shape[1] - at))
         for weight, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             query, amount = at + place, weight * norm
             total = float(reading.total[head, query])
             row = head, query, weight, norm, amount, total, amount / total if total else float("nan")
-            rows.append(dict(zip(QUERIES, (*row, 1 / (seen * (query + 1))), strict=True)))
+            rows.append(dict(zip(QUERIES, (*row, even[place]), strict=True)))
     return pd.DataFrame(rows, columns=QUERIES).astype({"head": "Int64", "query": "Int64"})

@@ -12,6 +12,7 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.metrics.attention import uniform_importance
 from workbench.plots import attention as figures
 from workbench.plots.grids import safe, signed
 from workbench.plots.style import at_least
@@ -150,9 +151,10 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
         row = None
         if choice.lock is not None and (i == 0 or choice.alike):
             row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
-        # sums over queries, means over the keys of a column; uniform: key j receives the sum over i >= j of 1 / (i + 1)
+        # sums over queries, means over the keys of a column
         received = np.nansum(column.weights * np.diff(column.queries)[:, None], 0) / np.diff(column.keys)
-        uniform = np.cumsum((1.0 / np.arange(1, len(tokens) + 1))[::-1])[::-1][column.keys[0] : column.keys[-1]]
+        uniform = uniform_importance(len(tokens), overview.windows[choice.layer]).numpy() * len(tokens)
+        uniform = uniform[column.keys[0] : column.keys[-1]]
         evenly = np.add.reduceat(uniform, np.array(column.keys[:-1]) - column.keys[0]) / np.diff(column.keys)
         patterns.append(Seen(subject, tokens, overview, window, received, evenly, row))
     return choice, patterns
@@ -242,9 +244,10 @@ def strongest_sink(seen: Seen) -> str:
     mass = first["sink_mass"]
     kind = f"a sink (above {SINK_MASS})" if mass > SINK_MASS else f"no sink, which needs more than {SINK_MASS}"
     kind = "no statement on a sink in so few tokens" if even >= SINK_MASS else kind
+    beside = f"; uniform attention {even:.3g}" if even == even else ""
     return (
         f"{seen.subject.title}: most attention to the first token in layer {int(first['layer'])}, head {int(first['head'])}: "
-        f"{mass:.3g}, {kind}; uniform attention {even:.3g}"
+        f"{mass:.3g}, {kind}{beside}"
     )
 
 

@@ -118,7 +118,8 @@ def tokens(source: Source, link: Link) -> Drawing:
             f"remain, {last.chance:.0%} if paired at random"
         )
     axes = (f"{AXES[method]} 1", f"{AXES[method]} 2")
-    figure = token_map_figure(panels, by, f"{SITES[site][:1].upper()}{SITES[site][1:]}, one point per token", wrapped("; ".join(facts), 125), axes)
+    title = f"{SITES[site].capitalize()}, one point per token"
+    figure = token_map_figure(panels, by, title, wrapped("; ".join(facts), 125), axes)
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 
 

@@ -19,6 +19,8 @@ from workbench.observing.interception.product_calls import as_written
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 NOTHING = "hides every position"
+WINDOW, PADDING, PACKED = "sliding window of {}", "padding", "packed sequences"
+DIFFERENT = "hides some earlier positions"
 CROSSING = "lets sequences that stand in one row see each other"
 HIDDEN = -1e4  # a score or bias up to this hides its key
 FAR, LATER_FAR = 5000.0, 500.0  # as do scores this far below the row's maximum; the second for later keys
@@ -33,7 +35,7 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
     With `causal` the mask applies to earlier keys only; `window`: number of visible keys, if an argument limits them.
     """
     if window is not None and window < length:
-        return f"sliding window of {window}"
+        return WINDOW.format(window)
     if mask is not None and not isinstance(mask, Tensor):
         return f"a mask of type {type(mask).__name__}"
     if mask is None:
@@ -54,14 +56,29 @@ def mask_kind(mask: object, causal: bool, length: int, window: int | None = None
     distance = position[:, None] - position
     window = int(distance.expand_as(allowed)[allowed].max()) + 1
     if bool((allowed == (past & (distance < window))).all()):
-        return f"sliding window of {window}"
-    if bool((allowed == (past & allowed.any(1)[:, None])).all()):
-        return "padding"
+        return WINDOW.format(window)
+    seen = allowed.any(1)[:, None]
+    if bool((allowed == (past & seen)).all()):
+        return PADDING
+    if bool((allowed == (past & seen & (distance < window))).all()):
+        return WINDOW.format(window)
     starts = allowed.to(torch.uint8).argmax(-1)
     begins = (starts == position) | (starts == starts.roll(1, -1))
     if bool((allowed == (past & (position >= starts[..., None]))).all()) and bool(begins[:, 1:].all()):
-        return "packed sequences"
-    return "hides some earlier positions"
+        return PACKED
+    return DIFFERENT
+
+
+def kind_within(allowed: Tensor, documents: Tensor) -> str:
+    """Describe which earlier keys [batch, head, query, key] queries see of their own document [batch, pos] (0: padding)."""
+    place = torch.arange(documents.shape[-1], device=allowed.device)
+    distance = place[:, None] - place
+    own = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0) & (distance >= 0)
+    allowed, own = torch.broadcast_tensors(allowed & own[:, None], own[:, None])
+    if bool((allowed == own).all()):
+        return PACKED
+    window = int(distance.expand_as(allowed)[allowed].max()) + 1
+    return WINDOW.format(window) if bool((allowed == (own & (distance < window))).all()) else DIFFERENT
 
 
 def visible_keys(scores: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ A tensor that no hook replaces stays the same object, and a call that is only re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import (
     CAUSAL,
     CROSSING,
+    DIFFERENT,
     FUTURE,
     is_distribution,
+    kind_within,
     mask_kind,
     masked_statistics,
     pattern_statistics,
@@ -95,7 +98,8 @@ class AttentionRun(RunState, CallHandler):
         if self.masks is not None:
             self.masks.add(self._visible(call, attention.beside))
         depends = hooked.hooks_any("rot_q", "rot_k", *names)
-        self._check_mask(hooked, self._mask_kind(call, attention.beside) if depends else CAUSAL, call.dropout)
+        kind = self._mask_kind(call, attention.beside) if depends else CAUSAL
+        self._check_mask(hooked, kind, partial(self._visible, call, attention.beside), call.dropout)
         changed = self._inputs(hooked, call)
         used = call.named | changed
         pattern, is_replaced = None, False
@@ -249,9 +253,16 @@ class AttentionRun(RunState, CallHandler):
                 "tokens; give whole sequences, and no cache (use_cache=False, no past_key_values=)"
             )
 
-    def _check_mask(self, hooked: HookedAttention, kind: str, dropout: float = 0.0) -> None:
+    def _check_mask(
+        self, hooked: HookedAttention, kind: str, visible: Callable[[], Tensor | None], dropout: float = 0.0
+    ) -> None:
         """Raise `WorkbenchError` if the hooked points depend on a mask that differs from that on the example tokens."""
         where, known = f"attention in layer {hooked.layer}", hooked.part.attention.mask
+        within, seen = kind, visible() if kind == DIFFERENT and self.segments is not None else None
+        if seen is not None and self.segments is not None:
+            within = kind_within(seen, self.segments.ids)
+        together = self.kinds_by_layer.setdefault(hooked.layer, within) == within  # a layer may have several attentions
+        self.kinds_by_layer[hooked.layer] = within if together else DIFFERENT
         if dropout:
             raise WorkbenchError(f"dropout of {dropout} is active in the {where}: call module.eval() first")
         if kind in (FUTURE, CROSSING) and hooked.hooks_any(*hooked.part.attention.statistics):
@@ -322,8 +333,8 @@ class AttentionRun(RunState, CallHandler):
                 for head in self._square(hooked, scores).split(1, 1):
                     self.masks.add(visible_keys(head))
             if hooked.hooks_any("rot_q", "rot_k", *names):
-                shaped = self._square(hooked, scores)[:, :1]
-                self._check_mask(hooked, mask_kind(visible_keys(shaped), False, self.positions.length))
+                seen = visible_keys(self._square(hooked, scores)[:, :1])
+                self._check_mask(hooked, mask_kind(seen, False, self.positions.length), lambda seen=seen: seen)
             if hooked.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
                 hooked.lse = self._row(hooked, self._lined(hooked, scores.detach()).to(wide).logsumexp(-1))
@@ -376,7 +387,8 @@ class AttentionRun(RunState, CallHandler):
             wide = torch.promote_types(square.dtype, torch.float32)
             top, place = square.detach().max(-1, keepdim=True)
             lse = (dots.gather(-1, place).to(wide) * attention.scale - top.to(wide).log())[..., 0]
-            self._check_mask(hooked, mask_kind(square[:, :1] > 0, False, self.positions.length))
+            seen = square[:, :1] > 0
+            self._check_mask(hooked, mask_kind(seen, False, self.positions.length), lambda seen=seen: seen)
         if lse is not None:
             if used is square and not is_distribution(used):
                 why = f"{NO_DISTRIBUTION} on these tokens, so it has no statistics"

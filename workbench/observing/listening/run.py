@@ -92,9 +92,11 @@ class RunState:
     def __init__(
         self, module: nn.Module, structure: DecoderStructure, points: DecoderPoints, tokens: Tensor, *, fused: bool,
         masks: SeenMasks | None = None, segments: Segments | None = None, failed: Failed | None = None,
-        attended: dict[tuple[int, str], Tensor] | None = None,
+        attended: dict[tuple[int, str], Tensor] | None = None, mask_kinds: dict[int, str] | None = None,
     ) -> None:  # fmt: skip
         refuse_graph()
+        self.kinds_by_layer = {} if mask_kinds is None else mask_kinds  # takes the kind of every layer's mask
+        self.kinds_by_layer.clear()
         self.attended = attended  # takes the queries and keys that scores are made of, by layer and q or k
         self.failed = failed  # handles errors in a run that must continue
         self.fired: set[str] = set()  # hook points that were reached
