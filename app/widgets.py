@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from workbench.plots import SPREADS
-from workbench.plots.style import true_minus
+from workbench.plots import SPREADS, style
 from workbench.runs.tables import latex_table, markdown_table
 from workbench.views.link import PAGES, SELECTION, Link, split_list
 from workbench.views.pins import escaped as escaped
@@ -32,20 +31,9 @@ MAX_TEXT, MAX_TOLD = 2000, 60  # characters of a short text, of an ignored optio
 FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 
-LONG = re.compile(r"(?<![\w./])\d{1,3}\.\d+(?![\d.]*[\w/])")
-"""A decimal that may have more than three significant digits; arXiv numbers and versions are none."""
-BETWEEN = re.compile(r"(?<=[\w)\]]) - (?=[\w(])")
-"""The minus of a difference of two names."""
-
-
 def typeset(text: object) -> str:
     """A sentence escaped for Markdown, with at most three significant digits and true minus signs."""
-
-    def rounded(found: re.Match[str]) -> str:
-        digits = found[0].replace(".", "").lstrip("0")
-        return found[0] if len(digits) < 4 else f"{float(found[0]):{'.3g' if float(found[0]) < 999.5 else '.0f'}}"
-
-    return escaped(BETWEEN.sub(" − ", true_minus(LONG.sub(rounded, str(text)))))
+    return escaped(style.typeset(str(text)))
 
 
 def spaced(name: str) -> str:
@@ -62,7 +50,10 @@ def current_link(page: str) -> Link:
 def warn_ignored(label: str, asked: object, choices: Sequence[Any] = ()) -> None:
     """Note an option of the link that does not exist, and the choices; the page shows the message under its header."""
     value, numbers = escaped(str(asked)[:MAX_TOLD]), [c for c in choices if isinstance(c, int)]
-    there = ", ".join(escaped(c) for c in choices[:FEW]) + (f" … {escaped(choices[-1])}" if len(choices) > FEW else "")
+    between = "; " if any("," in str(c) for c in choices) else ", "
+    there = between.join(escaped(c) for c in choices[:FEW]) + (
+        f" … {escaped(choices[-1])}" if len(choices) > FEW else ""
+    )
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)) == list(choices):
         there = f"{numbers[0]} to {numbers[-1]}"
     rest = f" Available: {there}." if there else ""

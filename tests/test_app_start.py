@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 import dashboard
@@ -89,11 +90,11 @@ def test_an_opened_model_leaves_the_demo_on_the_first_page_and_comes_with_links_
 def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     at = page(populated)
     told = said(at).replace("**", "")
-    assert "Unresolved. Step of learning to copy minus the Transformer's: SVFormer −7" in told
+    assert "Unresolved. In the runs here: Step of learning to copy minus the Transformer's: SVFormer −7" in told
     assert "controls that were not trained: " in told
     table = next(d.value for d in at.dataframe if "seed 0" in d.value)
     assert list(table["model"]) == ["SVFormer", "Transformer"]
-    assert list(table["seed 0"]) == ["step 5", "step 12"]
+    assert list(table["seed 0"]) == ["5", "12"]
     assert "No sink formed" in said(at)
 
 
@@ -106,6 +107,8 @@ def test_an_address_opens_the_table_of_grouped_runs_and_the_box_writes_it(page, 
     assert address(at, "group") == "model"
     assert "seed" not in at.dataframe[0].value
     assert "which does not exist; it was ignored" in said(page(populated, show="here", group="models"))
+    told = said(page(populated, show="finding", set="nothing"))
+    assert re.search(r"Available: [^;]*, [^;]*; ", told), "names with commas are told apart"
 
 
 def test_shipped_models_are_named_beside_the_table_of_runs(page, populated, tmp_path, monkeypatch):

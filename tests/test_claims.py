@@ -159,6 +159,9 @@ def test_every_setting_of_a_claim_counts_and_contradictory_ones_leave_it_unresol
     assert "Without correction 3 are decided. Holm's correction over all 4 leaves 1" in expected_by_chance(
         [found, other]
     )
+    twice = of_settings([(name, Verdict("supported", name, p=0.001)) for name in "AB"])
+    assert "leaves 2, of 1 claim; the" in expected_by_chance(corrected([twice]))
+    assert expected_by_chance([Verdict("unresolved", "a")]).startswith("No claim is tested here")
 
 
 def differing(*values):

@@ -61,7 +61,7 @@ def test_a_gated_claim_shows_its_numbers_at_equal_step_and_at_equal_loss():
     assert found.status == "gated"
     assert "decide nothing: resformer, deep layers, equal step -0.4 [" in found.sentence
     # all seeds end at one loss, at which each run is at its own last step: the same distance
-    assert found.table.set_index("comparison").loc["resformer, deep layers, equal loss", "value"] == pytest.approx(-0.4)
+    assert found.table.set_index("comparison").loc["ResFormer, deep layers, equal loss", "value"] == pytest.approx(-0.4)
 
 
 def over_training(made, end, head_start):

@@ -202,7 +202,7 @@ def test_report_is_one_offline_page(one_run, tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "report.html").read_text()
     assert 'src="http' not in page
-    assert "Not resolvable" in page
+    assert "Claims without a verdict" in page
     assert "aria-label" in page
 
 

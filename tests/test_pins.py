@@ -80,6 +80,8 @@ def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):
     assert not at.exception
     assert "look here" in said(at)
     assert len(charts(at)) == 1
+    pins.add(folder, Link.parse("start?show=model&a=text-resformer-s0"), "concentration", "")
+    assert re.search(r"\d\s% on ", said(browse(folder, "kept"))), "sentences are typeset as beside their figures"
     (folder / pins.FILE).write_text("{")
     assert "cannot be read" in said(browse(folder, "kept"))
 

@@ -12,6 +12,8 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
+from workbench.plots.style import typeset
+from workbench.plots.training import gradient_layers
 from workbench.runs.records import provenance, records
 
 
@@ -216,6 +218,26 @@ def test_gradients_and_coefficients_are_drawn():
     )  # fmt: skip
     assert [t.yaxis for t in plots.coefficients_figure(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
     assert plots.pace_figure(frame).data[0].y[0] == pytest.approx(1000.5)
+    lacking = frame[~((frame["architecture"] == "transformer") & (frame["part"] == "W_V") & (frame["layer"] == 1))]
+    lacking = lacking.assign(value=lacking["value"] / 1000)
+    cells = [(n, part) for n, part in lacking[lacking["part"].isin(["W_V", "W_Q"])].groupby("architecture")]
+    by_layer = gradient_layers(cells)
+    assert "blank: no such matrix" in by_layer.layout.title.subtitle.text.replace("<br>", " ")
+    assert {"", "2.0e−5"} & {text for trace in by_layer.data for row in trace.text for text in row}, "short numbers"
+    assert by_layer.layout.meta["least"] > plots.gradient_map(frame).layout.meta["least"], "a narrow page stacks them"
+
+
+def test_sentences_have_three_digits_true_minus_signs_and_a_fixed_space_before_percent():
+    assert typeset("-0.12345 and 50% to 70 % of A - B, 5-3") == "−0.123 and 50\u00a0% to 70\u00a0% of A − B, 5-3"
+    assert typeset("p = 0.0213") == "p\u00a0=\u00a00.0213"
+    assert typeset("55.0%-87.5%") == "55.0\u00a0%-87.5\u00a0%", "no minus between percentages"
+
+
+def test_panels_of_training_batches_are_named_beside_those_of_held_out_text():
+    logged = [{"metric": "chain_loss", "step": s, "value": 3.0 - s} for s in (0, 1, 2)]
+    told = [row | {"data": "prose", "T": 8, "variant": "validation"} for row in logged]
+    figure = plots.plot(records({"run": "a", "architecture": "transformer", "seed": 0} | row for row in logged + told))
+    assert [note.text for note in figure.layout.annotations] == ["training batches", "validation, prose, T = 8"]
 
 
 # ---- words and files -------------------------------------------------------------------------------------------------

@@ -205,7 +205,9 @@ def test_lines_over_layers_are_drawn_where_several_runs_have_heads(source):
 def test_a_verdict_leads_to_its_runs_with_their_values(source):
     judged_ = {j.claim.name: j for j in start.judgements(source, Link("start", {"show": "verdicts"}))}
     table, records = start.runs_behind(source, judged_["value_paths_speed_up_induction"])
-    assert set(table["model"]) == {"SVFormer", "Transformer"}
+    assert list(dict.fromkeys(table["model"])) == ["Transformer", "SVFormer"], (
+        "the baseline first, then what is compared"
+    )
     assert set(table["seed"]) == {0, 1, 2}
     assert table["step of learning to copy"].notna().all()
     assert table["last copy loss, mean"].notna().all()

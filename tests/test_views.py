@@ -10,13 +10,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from app.widgets import LONG, typeset
+from app.widgets import typeset
 from workbench import plots
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
-from workbench.plots.style import at_least
+from workbench.plots.style import LONG, at_least
 from workbench.runs.records import load_records, provenance, records
 from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of

@@ -115,8 +115,8 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     evidence, _ = stored(shipped.group(link("finding", set=found.group)))
     (claim,) = chosen(claims=["value_paths_speed_up_induction"])
     judged = claim.judge(evidence).table.set_index("comparison")
-    for name in ("svformer", "resformer", "residual_k"):
-        row, factor = judged.loc[f"{name} at rate 0.003"], found.verdicts[name].factor
+    for name, shown in {"svformer": "SVFormer", "resformer": "ResFormer", "residual_k": "key residual"}.items():
+        row, factor = judged.loc[f"{shown} at rate 0.003"], found.verdicts[name].factor
         plain = Interval(row["value"], row["low"], row["high"], 5, each=tuple(map(float, row["each"].split())))
         wide = plain.widened(factor)
         assert 1 <= factor <= 5
@@ -127,9 +127,8 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     assert "SVFormer 106 [85, 127]" in told, "docs/induction.md: 271 and 165"
     assert told.endswith("3 unresolved.")
     drawing = finding.finding_differences(shipped, link("finding"))
-    assert "whisker: 95 % interval, Holm-adjusted over 5 models" in drawing.figure.layout.title.subtitle.text.replace(
-        "<br>", " "
-    )
+    caption = drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "whisker: 96.4 % to 99 % intervals, as Holm's correction over 5 models demands" in caption
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
     assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"
     assert hollow["SVFormer"] == "circle"

@@ -35,7 +35,13 @@ def parts(layer, first, profile, content, **more):
 def test_concentration_names_the_layer_and_its_largest_part():
     said = concentration_text(planted([*parts(0, 0, 0.01, 0), *parts(2, 0.6, 0.1, 0.3)]))
     assert said.startswith("Concentrated: most in layer 2, 1.00 ± 0.01 nats")
-    assert said.index("60% on the first position") < said.index("30% on particular tokens") < said.index("10% on where")
+    small = concentration_text(planted(parts(1, 0.004, 0.6, 0.396)))
+    assert "60% on other positions (local attention), 40% on particular tokens." in small, "sums to 100 %"
+    assert (
+        said.index("60% on the first position")
+        < said.index("30% on particular tokens")
+        < said.index("10% on other positions")
+    )
     assert "at random init" not in said
 
 
@@ -94,7 +100,7 @@ def share(value, layer, **more):
 def test_token_share_speaks_of_the_later_half_with_both_baselines():
     rows = [share(1.0, 0), share(0.5, 1), share(0.8, 2), share(0.7, 3), share(0.02, 3, control="shuffled")]
     said = token_share_text(planted([*rows, *(share(0.3, n, step=0) for n in range(4))]))
-    assert said.startswith("70.0%-80.0% (± at most 1.0%) of the variance of the own values in layers 2-3")
+    assert said.startswith("70.0% to 80.0% (± at most 1.0%) of the variance of the own values in layers 2 to 3")
     assert "2% with shuffled ids, 30.0% at random init" in said
 
 
@@ -278,7 +284,7 @@ def test_the_model_runs_seven_times_at_most_and_the_cost_is_said_before(tiny, a_
     assert sum(read) <= 6 * tokens
     assert re.match(r"[67] passes at most over (4|10) documents of (40|64) tokens", told[0][0])
     assert told[0][1] <= 40
-    assert "positions whose token has one" in found.answers[3].sentence
+    assert "by their token's mean costs" in found.answers[3].sentence
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
-const NARROW = 600, PANEL = 300, BETWEEN = 90, LINE = 17, MOST = 8, LEAST = 270; // pixels: of a figure, of each panel more that stands beside another, between two below each other
+const NARROW = 600, PANEL = 300, BETWEEN = 90, BAR = 70, LINE = 17, MOST = 8, LEAST = 270; // pixels: of a figure, of each panel more that stands beside another, between two below each other, of a colour bar
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -62,7 +62,8 @@ class Figure {
     const named = this.ends;
     this.ends = atEnds(data, layout);
     const anew = frames || this.plays || !this.drawn || !named !== !this.ends; // plotly keeps the room of a legend that is gone
-    if (!this.ends && layout.width < NARROW + PANEL * (abreast(layout) - 1)) under(data, layout);
+    if (!this.ends) under(data, layout);
+    legible(data, layout);
     this.plot.style.height = `${layout.height}px`;
     layout.uirevision = layout.meta?.title?.text ?? ""; // the same measure keeps its zoom
     layout.template = { layout: {
@@ -208,10 +209,11 @@ function ahead(p, from, [right, down]) { // how far that way, then how far aside
   return along > 0 ? 1e4 * along + Math.abs(down * x) + Math.abs(right * y) : Infinity;
 }
 
-const abreast = (layout) => new Set(Object.keys(layout).filter((key) => key.startsWith("xaxis")).map((key) => layout[key].domain?.[0] ?? 0)).size || 1;
+const panels = (layout) => Object.keys(layout).filter((key) => key.startsWith("xaxis"));
+const abreast = (layout) => new Set(panels(layout).map((key) => layout[key].domain?.[0] ?? 0)).size || 1;
 
 function stacked(layout) { // panels beside each other, where there is no room for that, one below the other
-  const keys = Object.keys(layout).filter((key) => key.startsWith("xaxis")), left = (key) => layout[key].domain?.[0] ?? 0;
+  const keys = panels(layout), left = (key) => layout[key].domain?.[0] ?? 0;
   const lefts = [...new Set(keys.map(left))].sort((a, b) => a - b), tall = layout.height - layout.margin.t - layout.margin.b;
   const whole = lefts.length * (tall + BETWEEN) - BETWEEN;
   const place = (y, column) => ((lefts.length - 1 - column) * (tall + BETWEEN) + y * tall) / whole;
@@ -229,10 +231,24 @@ function stacked(layout) { // panels beside each other, where there is no room f
   layout.height += whole - tall;
 }
 
+function across(layout, key) { // pixels of a panel, without a colour bar
+  const [begin, end] = layout[key]?.domain ?? [0, 1], bar = layout.coloraxis ? BAR : 0;
+  return (layout.width - layout.margin.l - layout.margin.r - bar) * (end - begin);
+}
+
+function legible(data, layout) { // cells of a map carry their numbers where these fit
+  for (const trace of data) {
+    const texts = trace.type === "heatmap" && trace.texttemplate && Array.isArray(trace.text) ? trace.text.flat() : [];
+    if (!texts.length || !texts.every((text) => /^[\d.e−]*$/.test(text))) continue;
+    const longest = Math.max(...texts.map(({ length }) => length));
+    if (across(layout, (trace.xaxis ?? "x").replace("x", "xaxis")) / decoded(trace.x).length < 5.3 * longest + 3) delete trace.texttemplate;
+  }
+}
+
 function squared(layout) { // square maps that are narrower than high leave no room above and below them
   const axes = Object.keys(layout).filter((key) => key.startsWith("yaxis")).map((key) => layout[key]), { margin } = layout;
   if (!axes.length || !axes.every(({ scaleanchor }) => scaleanchor)) return;
-  const rows = new Set(axes.map(({ domain }) => domain?.[0] ?? 0)).size, wide = (layout.width - margin.l - margin.r) / abreast(layout);
+  const rows = new Set(axes.map(({ domain }) => domain?.[0] ?? 0)).size, wide = Math.min(...panels(layout).map((x) => across(layout, x)));
   layout.height = Math.min(layout.height, margin.t + margin.b + rows * (wide + BETWEEN));
 }
 
@@ -257,12 +273,13 @@ const SHAPES = { square: "■", diamond: "◆", "triangle-up": "▲", "triangle-
 const decoded = (values) => values?.bdata ? new KINDS[values.dtype](Uint8Array.from(atob(values.bdata), (c) => c.charCodeAt(0)).buffer) : values ?? [];
 const KINDS = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, i1: Int8Array, u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 
-function under(data, layout) { // a legend beside a narrow figure takes its place; below it, it does not
+function under(data, layout) { // a legend beside a narrow figure takes its place, as long names do; below it, they do not
   const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);
   const names = [...new Set(named.map((trace) => trace.name))];
   if (!names.length || layout.showlegend === false || layout.legend?.orientation === "h") return;
-  const abreast = Math.max(1, Math.floor(layout.width / (60 + 7 * Math.max(...names.map((name) => name.length)))));
-  const more = 12 + 22 * Math.ceil(names.length / abreast);
+  const entry = 60 + 7 * Math.max(...names.map((name) => name.length));
+  if (layout.width >= NARROW + PANEL * (abreast(layout) - 1) && entry < layout.width / 3) return;
+  const more = 12 + 22 * Math.ceil(names.length / Math.max(1, Math.floor(layout.width / entry)));
   layout.legend = { ...layout.legend, ...BELOW };
   layout.height += more;
   layout.margin.b += more;

@@ -87,7 +87,7 @@ def _pin(pin: pins.Pin) -> None:
         return
     chart(drawing, f"pin_{key}")
     if drawing.sentence:
-        st.markdown(widgets.escaped(drawing.sentence))
+        st.markdown(widgets.typeset(drawing.sentence))
 
 
 if __name__ == "__main__":

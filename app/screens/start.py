@@ -8,12 +8,12 @@ from typing import Any
 import streamlit as st
 
 from workbench import plots
-from workbench.claims import QUESTIONS
+from workbench.claims import QUESTIONS, STATUSES
 from workbench.claims.verdict import in_one_sentence, judged_by_seed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
-from workbench.plots.style import true_minus
+from workbench.plots.style import typeset
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
@@ -52,16 +52,15 @@ VERDICTS = (
 XRAY = "Each answer has its number, the number at random init or under a baseline, and its standard error over documents (±)."
 BOXES = "".join(
     f'<rect x="{110 + 90 * i}" y="14" width="66" height="26" rx="4" fill="none" stroke="#808080"/>'
-    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#0E1117">{n}</text>'
+    f'<text x="{143 + 90 * i}" y="31" text-anchor="middle" fill="#767676">{n}</text>'
     f'<path d="M{176 + 90 * (i - 1)} 27 h24" stroke="#808080"/>'
     + (f'<path d="M143 40 V58 H{143 + 90 * i} V44" fill="none" stroke="#CC5700" stroke-width="2"/>' if i else "")
     for i, n in enumerate(("layer 0", "layer 1", "…", "last"))
 )
 DIAGRAM = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="90 0 400 84" width="440" height="92" font-family="sans-serif" font-size="12">'
-    '<title>The values of the first layer are mixed into the values of every later layer</title>'
-    f'<rect x="90" width="400" height="84" rx="6" fill="#FFFFFF"/>{BOXES}'  # a ground of its own, whatever the theme
-    '<text x="110" y="76" fill="#0E1117">first values, mixed into every later layer</text></svg>'
+    '<title>The values of the first layer are mixed into the values of every later layer</title>'  # grey: on light and dark pages
+    f'{BOXES}<text x="110" y="76" fill="#767676">first values, mixed into every later layer</text></svg>'
 )  # fmt: skip
 INTRODUCTION = (
     "Attention carries **values** from earlier tokens to later ones. A **value residual** (ResFormer) mixes the values of the "
@@ -76,6 +75,7 @@ CARDS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )  # fmt: skip
 LIVE = 2  # seconds between looks at a running demo
 OF_STUDIES = "The studies that ship with the project, in place of the runs of your folder"
+LONG = 300  # characters of a verdict, beyond which the demo has one sentence of it
 OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of a figure of two models
 
 
@@ -247,7 +247,7 @@ def _runs(link: Link) -> None:
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
         key="grouped" if by else "runs",
         on_select="rerun" if by else take_run, selection_mode="multi-row",
-        alt="Runs of the folder", column_config=widgets.number_columns(table),
+        placeholder="", alt="Runs of the folder", column_config=widgets.number_columns(table),
         column_order=[str(c) for c in table if c not in ("experiment", "group")] + ["experiment"] if by else None,
     )  # fmt: skip
     rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
@@ -339,7 +339,7 @@ def _verdicts(link: Link) -> None:
         with row:
             claim = widgets.choose(
                 "Claim", "claim", list(decided), width=600,
-                show=lambda n: f"{n.replace('_', ' ')}: {decided[n].verdict.words}",
+                show=lambda n: f"{n.replace('_', ' ')}: {STATUSES[decided[n].verdict.status]}",
             )  # fmt: skip
     with figures_side_by_side(OVERVIEW_PX) if decided else st.container():
         with st.container():
@@ -367,13 +367,12 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         facts = {"Published": claim.published, "Supported if": claim.supports, "Refuted if": claim.refutes,
                  "Source": claim.source,
                  "Runs": f"{len(verdict.runs)}, with controls and models that are drawn and not judged"}  # fmt: skip
-        if unmet := verdict.unmet():
-            reasons = {why: ", ".join(n for n in unmet if unmet[n] == why) for why in unmet.values()}
-            facts["Not met"] = "; ".join(f"{names}: {why}" for why, names in reasons.items())
-        st.markdown("\n".join(f"- {name}: {widgets.escaped(true_minus(fact))}" for name, fact in facts.items()))
+        if unmet := verdict.unmet_text():
+            facts["Not met"] = unmet
+        st.markdown("\n".join(f"- {name}: {widgets.typeset(fact)}" for name, fact in facts.items()))
         with st.container(horizontal=True, gap="xsmall", key="setting"):
             for part in filter(None, verdict.setting.split(", ")):
-                st.badge(part, color="gray", help="Setting of the compared runs")
+                st.badge(widgets.typeset(part), color="gray", help="Setting of the compared runs")
         show(start.verdict, link)
         runs, records = start.runs_behind(cached_source(), judged)
         st.session_state["drawn"].append(Drawn(link, records, {}))
@@ -383,10 +382,13 @@ def _claim(link: Link, judged: start.Judgement) -> None:
                 "address": st.column_config.LinkColumn("Training", display_text="show")
             }
             alt = "Runs behind the verdict"
-            st.dataframe(runs, hide_index=True, width="stretch", column_config=config, key="behind", alt=alt)
+            st.dataframe(
+                runs, hide_index=True, width="stretch", column_config=config, key="behind", placeholder="", alt=alt
+            )
         if len(by_seed := judged_by_seed(verdict)):
-            st.markdown("**Judged numbers by seed**")
-            config, alt = widgets.number_columns(by_seed), "Judged numbers by seed"
+            st.markdown("**Differences by seed**")
+            by_seed["comparison"] = by_seed["comparison"].map(typeset)
+            config, alt = widgets.number_columns(by_seed), "Differences by seed"
             st.dataframe(by_seed, hide_index=True, width="stretch", column_config=config, key="by_seed", alt=alt)
         elif len(runs):
             st.caption("No number was judged by seed; the sentence above gives the reason.")
@@ -417,8 +419,8 @@ def _demo(link: Link) -> None:
         st.header("1. Concentration of attention", anchor=False)
         st.markdown(
             _shipped_note(models, "--all")
-            + "**Importance entropy** is low where attention concentrates on few tokens, in nats. "
-            "Does a value residual (ResFormer) change it? The band is the range over seeds."
+            + "**Importance entropy** (nats) is low where attention concentrates on few tokens. "
+            "Does a value residual (ResFormer) change it?"
         )
         show(start.concentration_by_layer, link)
         _shipped_link(models, "importance_entropy")
@@ -437,12 +439,19 @@ def _demo(link: Link) -> None:
         for name in start.DEMO_CLAIMS:
             own, shipped = judged[name], start.shipped_verdict(source, name)
             if own.decided and shipped and shipped.verdict.status != own.verdict.status:
-                _verdict(own, f"In the runs here {in_one_sentence(own.verdict)}")
-                _verdict(shipped, f"In the shipped studies {in_one_sentence(shipped.verdict)}", text=False)
-                continue
-            shown = own if own.decided or shipped is None else shipped
-            _verdict(shown, f"{'' if shown is own else 'In the shipped studies: '}{shown.verdict.details}")
+                _verdict(own, _in_short(own, "runs here"))
+                _verdict(shipped, _in_short(shipped, "shipped studies"), text=False)
+            elif own.decided or shipped is None:
+                _verdict(own, _in_short(own, "runs here"))
+            else:
+                _verdict(shipped, _in_short(shipped, "shipped studies"))
         widgets.page_link("start", "Verdicts on all claims", ":material/gavel:", show="verdicts")
+
+
+def _in_short(judged: start.Judgement, where: str) -> str:
+    details = judged.verdict.details
+    brief = judged.decided and len(details) > LONG
+    return f"In the {where}{f' {in_one_sentence(judged.verdict)}' if brief else f': {details}'}"
 
 
 def _with_heads(source: Source) -> tuple[bool, bool]:
@@ -482,7 +491,9 @@ def _sinks(link: Link) -> None:
             f"On all pages a head is called a sink above {SINK_MASS}."
         )
         st.dataframe(plots.formation_table(steps), hide_index=True, key="sunk", alt="Sink step by model and seed")
-        st.caption("One head per layer and hardly an MLP: a model without a sink here may form one in longer training.")
+        st.caption(
+            "Each layer has one head and a small MLP. A model without a sink here may form one in longer training."
+        )
         if runs := start.demo_runs(cached_source(), "sinks"):
             words, icon = "Training curves of this experiment", ":material/arrow_forward:"
             widgets.page_link("training", words, icon, set=runs[0].group, a=None, find=None, by=None)
@@ -511,12 +522,10 @@ def _deep_values(link: Link) -> None:
     st.markdown(
         _shipped_note(start.text_models(cached_source()), "--all")
         + "**Token identity share**: the share of a value's variance that the token explains. At 1 the value is a lookup of its "
-        "token. Dashed: before training. First-layer values, and all of SVFormer's, are lookups by construction."
+        "token. First-layer values, and all of SVFormer's, are lookups by construction."
     )
     if show(start.identity_share, link) is not None:
-        st.markdown(
-            "Every value after the first layer is replaced by its token's mean (full bar), or by zero (pale bar):"
-        )
+        st.markdown("The values of later layers are replaced by their token's mean (full bar), or by zero (pale bar):")
         show(start.replaced_values, link)
         _shipped_link(start.text_models(cached_source()))
 

@@ -144,6 +144,8 @@ def article(judged: Judged, figure: str = "") -> str:
     runs = {"These runs": f"{len(verdict.runs)}: {verdict.setting}"} if verdict.runs else {}
     if math.isfinite(verdict.p):
         runs["By chance"] = f"a verdict as clear with probability {verdict.p:.2g}, if nothing differed"
+    if unmet := verdict.unmet_text():
+        runs["Not met"] = unmet
     rules = {"Supported if": claim.supports, "Refuted if": claim.refutes, "Needs": claim.scale, "Source": claim.source}
     parts = [
         heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.details),

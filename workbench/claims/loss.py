@@ -122,11 +122,11 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     enough = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0) >= MIN_SEEDS
     apart = enough.all()
     if 0 < len(choosing) < MIN_SEEDS and not apart and best.keys() >= set(names):
-        rates = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
+        absent = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
         on = listed([f"seed {seed:g}" for seed in choosing])
         raise InsufficientEvidence(
             f"The best learning rate of each model was chosen on {on}, which a comparison may not count. "
-            f"Train {rates} on {MIN_SEEDS} other seeds."
+            f"Train {absent} on {MIN_SEEDS} other seeds."
         )
     best = best if apart else best_rates(tried)
     if missing := [name for name in names if name not in best]:

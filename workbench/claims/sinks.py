@@ -229,7 +229,7 @@ def sharing_values_delays_the_sink(evidence: Evidence) -> Verdict:
         f"{censoring_rule([first, after, *later.values()])}"
     )
     return judged(
-        {"SVFormer later by": first}, 1, sentence, unit, also={"after learning to copy": after}, shown=later,
+        {"SVFormer - Transformer": first}, 1, sentence, unit, also={"from learning to copy": after}, shown=later,
         doubt=steps["svformer"]["formed"].mean() <= 1 / 2, min_seeds=SINK_SEEDS,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from workbench.claims.wording import labelled
 from workbench.statistics.intervals import MIN_SEEDS, Interval, percent, significance
 from workbench.statistics.multiple_testing import holm, holm_factors
 
@@ -90,7 +91,7 @@ class Verdict:
         return f"{status} {self.scope}".strip()
 
     def adjusted(self) -> pd.DataFrame:
-        """Return the table with intervals as wide as the corrections demand, and whether each row excludes 0.
+        """Return the table with intervals as wide as the corrections demand, their level, and whether each row excludes 0.
 
         Bounds are NaN where an interval is not over seeds; such rows decide nothing, and `significant` is False. They are also NaN for
         censored steps, where the p-value of the log-rank test says whether the difference is `significant`.
@@ -100,10 +101,11 @@ class Verdict:
         each = [tuple(map(float, text.split())) if isinstance(text, str) else () for text in self.table["each"]]
         columns = zip(*(self.table[c] for c in ("value", "low", "high", "n")), each, strict=True)
         wide = [Interval(v, low, high, n, each=x).widened(self.factor) for v, low, high, n, x in columns]
+        level = 1 - significance() / self.factor
         by_test = self.table["censored"].astype(bool) & (self.table["p_unadjusted"] * self.factor <= significance())
         clear = np.array([i.sign != 0 for i in wide], dtype=bool)
         low, high = [i.low for i in wide], [i.high for i in wide]
-        return self.table.assign(low=low, high=high, significant=by_test | clear)
+        return self.table.assign(low=low, high=high, significant=by_test | clear, level=level)
 
     def unmet(self) -> dict[str, str]:
         """Return the comparisons that must have their sign for a supported claim and have not, each with the reason."""
@@ -119,6 +121,13 @@ class Verdict:
             few = {True: "too few seeds for a test", False: "too few seeds for an interval"}
             reasons = needed["p_unadjusted"].notna().map(few)
         return dict(zip(needed["comparison"].astype(str)[~met], reasons[~met], strict=True))
+
+    def unmet_text(self) -> str:
+        """Return the comparisons of `unmet` grouped by reason; empty without any."""
+        unmet = self.unmet()
+        return "; ".join(
+            f"{', '.join(n for n in unmet if unmet[n] == why)}: {why}" for why in dict.fromkeys(unmet.values())
+        )
 
 
 class InsufficientEvidence(Exception):
@@ -192,8 +201,8 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     `each` has the numbers of the seeds, and `seeds` their names where they are known, separated by spaces.
     """
     rows = [
-        {"comparison": name, "value": i.value, "low": i.low, "high": i.high, "n": i.n, "p_unadjusted": i.p, "censored": i.censored,
-         "unit": others.get(name, unit), "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
+        {"comparison": labelled(str(name)), "value": i.value, "low": i.low, "high": i.high, "n": i.n, "p_unadjusted": i.p,
+         "censored": i.censored, "unit": others.get(name, unit), "each": " ".join(map(repr, i.each)), "seeds": " ".join(i.seeds)}
         for name, i in intervals.items()
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -212,17 +221,19 @@ def judged_by_seed(verdict: Verdict) -> pd.DataFrame:
 
 
 def in_one_sentence(verdict: Verdict) -> str:
-    """Return a verdict's first deciding comparison, after its seeds."""
-    rows = verdict.adjusted()
-    rows = rows[rows["role"] == ROLES[0]] if "role" in rows else rows.head(0)
-    number = "no number decides"
+    """Return a verdict's first deciding comparison, after its seeds, and how many do not have their sign."""
+    table = verdict.adjusted()
+    rows = table[table["role"] == ROLES[0]] if "role" in table else table.head(0)
+    number, tested = "no number decides", math.isfinite(verdict.p)
     if len(rows):
         row = rows.iloc[0]
         between = f" [{row['low']:+.3g}, {row['high']:+.3g}]"
-        between = between if math.isfinite(row["low"]) else f", p = {row['p_unadjusted']:.2g}"
+        between = between if math.isfinite(row["low"]) else f", p = {row['p_unadjusted']:.2g}" * tested
         number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
-    few = "; too few seeds for a test" if verdict.status == "unresolved" and not math.isfinite(verdict.p) else ""
-    return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}."
+    few = "; too few seeds for a test" if verdict.status == "unresolved" and not tested else ""
+    unmet = verdict.unmet() if tested else {}
+    unmet_text = f" Not met: {len(unmet)} of {table['role'].isin(ROLES[:2]).sum()} comparisons." if unmet else ""
+    return f"({verdict.setting.partition(' of ')[0] or 'no runs'}): {number}{few}.{unmet_text}"
 
 
 def of_settings(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
@@ -268,12 +279,16 @@ def judge_differences(differences: Mapping[Any, Interval]) -> dict[Any, Verdict]
 def expected_by_chance(verdicts: Sequence[Verdict]) -> str:
     """Return how many claims were tested, how many false decisions chance would make, and how many the correction leaves."""
     tested = [v for v in verdicts if math.isfinite(v.p)]
+    if not tested:
+        return "No claim is tested here; each says what it lacks. A p-value in its sentence is of one comparison and decides nothing."
     tests, decided = [t for v in tested for t in v.tests], ("supported", "refuted")
     n, alone, together = len(tests), sum(t.alone in decided for t in tests), sum(t.status in decided for t in tests)
     settings, of = (f" in {n} settings", "tests") if n > len(tested) else ("", "claims")
+    left = sum(any(t.status in decided for t in v.tests) for v in tested)
+    of_claims = f", of {left} claim{'s' * (left > 1)}" if left < together else ""
     return (
         f"{len(tested)} {'claim was' if len(tested) == 1 else 'claims were'} tested{settings}. Without correction up to "
         f"{percent(significance())} of true null {of} would be decided by chance, half in each direction: up to "
         f"{n * significance():.2g} here. Without correction {alone} {'is' if alone == 1 else 'are'} decided. Holm's correction over all "
-        f"{n} leaves {together}; the probability that any of these is decided falsely is at most {percent(significance())}."
+        f"{n} leaves {together}{of_claims}; the probability that any of these is decided falsely is at most {percent(significance())}."
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from workbench.models.registry import CONTROL, architecture_label
+from workbench.models.registry import ARCHITECTURES, CONTROL, architecture_label
 from workbench.statistics.intervals import MIN_SEEDS, Interval
 
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned
@@ -46,6 +47,11 @@ def model_name(model: str) -> str:
     return f"{architecture_label(base).removesuffix(CONTROL)}{bracket}{options}"
 
 
+def labelled(text: str) -> str:
+    """Return a text with the labels of the architectures that it names."""
+    return re.sub(rf"\b({'|'.join(ARCHITECTURES)})\b", lambda name: model_name(name[0]), text)
+
+
 def setting_of(runs: pd.DataFrame) -> str:
     """Return the common settings of the compared runs in words, with ranges for differing ones; empty for no runs."""
     seeds = runs.groupby("model")["seed"].nunique()
@@ -67,6 +73,10 @@ def differences_of(settings: Sequence[pd.DataFrame]) -> list[str]:
     alike = [{str(c): rows[c].iloc[0] for c in rows if rows[c].nunique(dropna=False) == 1} for rows in settings]
     columns = [c for c in map(str, settings[0]) if all(c in setting for setting in alike)]
     differ = [c for c in columns if len({str(setting[c]) for setting in alike}) > 1]
+    data = list(
+        dict.fromkeys(str(setting.get("data")) for setting in alike)
+    )  # a digest, which says nothing to a reader
+    alike = [s | {"data": f"{data.index(str(s['data'])) + 1} of {len(data)}"} if "data" in s else s for s in alike]
     names = [
         [(WORDS | RARE).get(c, c.replace("_", " ") + " {}").format(setting[c]) for c in differ] for setting in alike
     ]

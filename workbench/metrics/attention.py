@@ -105,7 +105,8 @@ class ConcentrationParts:
 
     def __init__(self) -> None:
         self.n, self.negentropy = 0, 0.0  # sum over sequences of sum p ln p
-        self.sum, self.window = torch.zeros((), dtype=torch.double), None
+        self.sum = torch.zeros((), dtype=torch.double)
+        self.window: int | None = None
 
     def update(
         self,

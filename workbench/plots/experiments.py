@@ -23,12 +23,13 @@ from workbench.plots.style import (
     ordered,
     pale,
     subtitle,
+    typeset,
     words,
     wrapped,
 )
 from workbench.plots.training import thinned
 from workbench.statistics.formation import copying, formation_steps
-from workbench.statistics.intervals import confidence
+from workbench.statistics.intervals import confidence, percent
 
 HALF_POINTS = 200  # of a curve that fills half a page
 
@@ -63,9 +64,11 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
 
 
 def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of formation steps: one row per architecture, fastest first, one column per seed."""
+    """Return a table of the numbers of formation steps: one row per architecture, fastest first, one column per seed."""
     wide = steps.pivot_table(index="architecture", columns="seed", values="formed", aggfunc="first", sort=False)
-    wide = wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("")
+    wide = (
+        wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("").map(lambda words: words.removeprefix("step "))
+    )
     names = [label(str(a)) for a in wide.index]
     return wide.rename(columns=lambda s: f"seed {s}").assign(model=names).set_index("model").reset_index()
 
@@ -109,7 +112,8 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
         f"{together}: all of these layers at once" if deep["layer"].isna().any() and len(layers) > 1 else "",
         f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", without,
     )  # fmt: skip
-    return dressed(figure, "Loss change under value replacement", under, 320)
+    figure = dressed(figure, "Loss change under value replacement", under, 320)
+    return at_least(figure, 110 * len(names)) if len(names) > 1 else figure
 
 
 def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
@@ -120,7 +124,7 @@ def after_the_first(rows: pd.DataFrame) -> pd.DataFrame:
 
 PARTS = {
     "first_position": ("first position", 1.0),
-    "profile": ("where tokens stand", 0.55),
+    "profile": ("other positions", 0.55),
     "content": ("particular tokens", 0.15),
 }
 """In words, and how strong a shade of the model's colour."""
@@ -176,45 +180,45 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
         title_text=axis_title("ratio to the median", "lower: drained"), rangemode="tozero", row=1, col=2
     )
     figure.update_layout(showlegend=False)
-    under = subtitle(rows, "dotted: uniform attention; ratio 1, no drain")
+    whisker = "whisker: standard error" if len(values) and values["se"].notna().any() else ""
+    under = subtitle(rows, "dot: one head; dotted: uniform attention; ratio 1, no drain", whisker)
     return at_least(dressed(figure, "Sinks and their values", under, 300), 420)
 
 
 STATUSES = {
     "supported": ("", "supported", "#009E73"), "refuted": ("x", "refuted", "#D55E00"),
-    "unresolved": ("/", "unresolved: seeds do not tell", "#C18A00"),
+    "unresolved": ("/", "unresolved: no clear difference", "#C18A00"),
     "gated": (".", "not tested: a condition is not met", "rgba(128,128,128,0.45)"),
     "not_checkable": ("", "not checkable with these runs", "rgba(128,128,128,0.18)"),
 }  # fmt: skip
 """Hatching, words and colour: the emptiest is the palest, by day and by night."""
 
-ROW_PX = 32  # a question, which has two lines
+ROW_PX = 28  # a topic
 
 
 def verdicts_figure(verdicts: Sequence[tuple[str, str, str]], under: str = "") -> go.Figure:
-    """Draw claims (question, name, status) as cells of one bar per question; custom data: the claim in words and its name."""
-    figure = go.Figure()
-    questions = {q: wrapped(markup.escape(q), 56) for q, _, _ in verdicts}
+    """Draw claims (topic, name, status) as cells of one bar per topic; custom data: the claim in words and its name."""
+    figure, topics = go.Figure(), list(dict.fromkeys(topic for topic, _, _ in verdicts))
     for status, (mark, status_name, look) in STATUSES.items():
-        mine = [(question, name) for question, name, of in verdicts if of == status]
+        mine = [(topic, name) for topic, name, of in verdicts if of == status]
         figure.add_bar(
-            y=[questions[question] for question, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
+            y=[topic for topic, _ in mine], x=[1] * len(mine), orientation="h", name=status_name,
             marker={"color": look, "line": {"color": GREY, "width": 1}, "pattern": {"shape": mark, "solidity": 0.25}},
             customdata=[[words(name), name] for _, name in mine], hovertemplate=f"%{{customdata[0]}}: {status_name}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="number of claims", dtick=1)
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=[*questions.values()][::-1], showgrid=False, tickfont_size=11
-    )
-    figure = dressed(figure, "Verdicts on published claims", wrapped(under, 125), 100 + ROW_PX * len(questions))
-    below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (ROW_PX * len(questions)), "yanchor": "top"}
-    figure.update_yaxes(automargin=False)  # it counts the words of a wrapped question as if they stood in one line
-    return at_least(figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110, margin_l=320), 640)
+    figure.update_yaxes(categoryorder="array", categoryarray=topics[::-1], showgrid=False)
+    figure = dressed(figure, "Verdicts on published claims", wrapped(under, 125), 100 + ROW_PX * len(topics))
+    below = {"orientation": "h", "x": 0, "xref": "paper", "y": -54 / (ROW_PX * len(topics)), "yanchor": "top"}
+    return figure.update_layout(legend={**below, "traceorder": "normal"}, margin_b=110)
 
 
 def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str = "") -> go.Figure:
-    """Plot comparisons (comparison, value, low, high, unit), one panel per unit; those whose `verdict` is unresolved are hollow."""
+    """Plot comparisons (comparison, value, low, high, unit), one panel per unit; those whose `verdict` is unresolved are hollow.
+
+    `adjusted`: the tests over which the intervals are Holm-corrected, to the column `level` of the table.
+    """
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
     beyond = [
@@ -239,7 +243,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             if not shown.any():
                 continue
             figure.add_scatter(
-                x=value[shown], y=[markup.escape(str(c)) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
+                x=value[shown], y=[markup.escape(typeset(str(c))) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
                 name="value" if look != GREY else "context",
                 marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
                 error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
@@ -248,11 +252,15 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
-        names = [markup.escape(str(c)) for c in part["comparison"]]
+        names = [markup.escape(typeset(str(c))) for c in part["comparison"]]
         figure.update_yaxes(
             autorange="reversed", type="category", categoryorder="array", categoryarray=names, row=i, col=1
         )
-    whisker = f"whisker: {confidence()} interval" + (f", Holm-adjusted over {adjusted}" if adjusted else "")
+    whisker = f"whisker: {confidence()} interval"
+    if adjusted and "level" in table:  # of each row, as Holm's correction demands
+        levels = list(dict.fromkeys(map(percent, sorted(table.loc[table["low"].notna(), "level"]))))
+        ends = " to ".join(dict.fromkeys((*levels[:1], *levels[-1:])))
+        whisker = f"whisker: {ends} interval{'s' * (len(levels) > 1)}, as Holm's correction over {adjusted} demands"
     whisker = whisker if table["low"].notna().any() else "no interval: these are no means over several seeds"
     if "censored" in table and table["censored"].any():
         by_test = "no whisker: some run did not reach its step, a log-rank test decides"

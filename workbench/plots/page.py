@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from workbench.files import write_text
 from workbench.plots.grids import safe
 from workbench.plots.records import plot
-from workbench.plots.style import INK, LINE, narrow, plain, titled, untitled, wrapped
+from workbench.plots.style import INK, LINE, narrow, plain, titled, typeset, untitled, wrapped
 
 COLOUR_BAR, AROUND_MAP = 70, 90  # pixels beside square maps, and around each row of them
 LETTERS = 125  # of a line of a subtitle in a figure of full width
@@ -102,9 +102,9 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph; `kind` is a class of the style sheet."""
+    """A paragraph, typeset; `kind` is a class of the style sheet."""
     opening = f'<p class="{kind}">' if kind else "<p>"
-    return f"{opening}{markup.escape(text)}</p>"
+    return f"{opening}{markup.escape(typeset(text))}</p>"
 
 
 def folded(label: str, inside: str) -> str:
@@ -119,12 +119,12 @@ def numbers_html(frame: pd.DataFrame, label: str = "the numbers") -> str:
     shown = table(frame)
     more = "" if len(shown) <= MAX_ROWS else f", the first {MAX_ROWS} here"
     rows = shown.head(MAX_ROWS).to_html(index=False, border=0, na_rep="", float_format="{:.6g}".format)
-    return folded(f"{label} ({len(shown)} rows{more})", rows)
+    return folded(f"{label} ({len(shown)} row{'s' * (len(shown) != 1)}{more})", rows)
 
 
 def facts_html(given: Mapping[str, str]) -> str:
     """Names and their values in two columns."""
-    return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(v)}</dd>' for k, v in given.items())}</dl>"
+    return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(typeset(v))}</dd>' for k, v in given.items())}</dl>"
 
 
 def alt_text(shown: go.Figure | pd.DataFrame) -> str:

@@ -74,7 +74,7 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
     parts = parts if len(parts) <= len(DASHES) else parts[:1]  # of DenseFormer's many the embedding's
     source = str(published["source"].iloc[0])
     of = label(str(frame["architecture"].iloc[0]))
-    titles = [f"{of}: weights by layer", f"{source}: weights in the block's input"]
+    titles = [f"{of}: weights by layer", f"{source}: weights by layer"]
     figure = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.12)
     for i, part in enumerate(parts):
         by_layer = rows[rows["part"] == part].groupby("layer")["value"].agg(["mean", "min", "max"])
@@ -93,7 +93,7 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
     figure.update_xaxes(title_text="layer", dtick=1)
     figure.update_yaxes(title_text="weight", col=1)
     under = (
-        "left: last logged step, mean and range over seeds; right: one published training, whose weights multiply the residual "
-        "stream and the embedding"
+        f"{of}: last logged step, mean and range over seeds; {source}: one published training, whose weights multiply the residual "
+        "stream and the embedding in a block's input"
     )
     return at_least(dressed(figure, "Learned coefficients beside published ones", wrapped(under, 125), 300), 2 * PANEL)

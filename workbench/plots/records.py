@@ -141,6 +141,8 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
         values = dict(zip(KEY, key, strict=True))
         given = [k for k in varying if not pd.isna(values[k])]
         name = ", ".join("T = " * (k == "T") + (site if k == "site" else words)(values[k]) for k in given)
+        if "data" in varying and pd.isna(values["data"]):  # logged by training, beside what was measured on other data
+            name = ", ".join(filter(None, ("training batches", name)))
         if minus := str(values["unit"]).endswith(MINUS):
             name = f"{MINUS}: {name}" if name else MINUS
         chosen = form or form_of(rows)
@@ -249,7 +251,8 @@ def _layout(panels: Sequence[Panel]) -> tuple[go.Figure, int]:
     columns = min(len(panels), 4 if maps else 3 if len(panels) > 6 or (courses and len(panels) == 3) else 2)
     count = -(-len(panels) // columns)
     titles = [p.title for p in panels] if len(panels) > 1 or panels[0].title else None
-    units = 0.32 if any(p.key[-1] != panels[0].key[-1] for p in panels) else 0.2
+    own_titles = len({(p.key[0], p.key[1], p.key[-1]) for p in panels}) > 1  # of y axes, to the right too
+    units = 0.32 if own_titles and not maps else 0.2
     made = make_subplots(
         count, columns, subplot_titles=titles, vertical_spacing=0.32 / count, horizontal_spacing=units / columns
     )
@@ -406,10 +409,10 @@ def lines(
         legend.names.add(str(control))
         init = measured[measured["step"] == 0].groupby(x)["value"].mean() if at_init else measured.iloc[:0]["value"]
         if len(init) and (init - line).abs().max() < NEAR * np.ptp([*measured["value"], *line]):
-            legend.bands.add(f"step 0 lies on {name}")
+            legend.bands.add(f"step 0: equal to {name}")
         above = control == "uniform_causal" and (measured["value"] > line.max()).any()
         if above and measured["metric"].iloc[0] == "importance_entropy" and measured["variant"].isna().all():
-            legend.bands.add("uniform causal is not the maximum, which is ln T")
+            legend.bands.add("the maximum is ln T, above uniform causal")
 
 
 def _line(

@@ -24,8 +24,8 @@ SITES = {
 }  # fmt: skip
 READINGS = {
     "train_loss": "lower: better prediction", "validation_loss": "lower: better prediction", "copy_loss": "lower: copies better",
-    "chain_loss": "lower: predicts better the tokens that are not copied",
-    "gradient_norm": "higher: stronger pull", "tokens_per_second": "higher: faster",
+    "chain_loss": "lower: better on tokens not copied",
+    "gradient_norm": "higher: larger gradient", "tokens_per_second": "higher: faster",
 }  # fmt: skip
 VARIANT_READINGS: dict[tuple[str, str | None], str] = {
     ("importance_entropy", None): "lower: more concentrated", ("importance_entropy", "per_head"): "lower: more concentrated",
@@ -66,6 +66,10 @@ MARKS = (
     "pentagon",
     "bowtie",
 )
+LONG = re.compile(r"(?<![\w./])\d{1,3}\.\d+(?![\d.]*[\w/])")
+"""A decimal that may have more than three significant digits; arXiv numbers and versions are none."""
+BETWEEN = re.compile(r"(?<=[\w)\]]) - (?=[\w(])")
+"""The minus of a difference of two names."""
 TAGGED = re.compile(f"{DETAIL}([AB]′?: |{WITHOUT})")
 NUMBERS = re.compile(r"(\d+(?:\.\d+)?)")
 PANEL, BARS = 290, 200  # pixels that a panel beside another needs, and one of a few bars
@@ -328,7 +332,18 @@ def _tame(text: str) -> str:
 
 def true_minus(text: str) -> str:
     """Return a text with true minus signs before its numbers."""
-    return re.sub(r"(?<![\w.)])-(?=[\d.])", "−", text)
+    return re.sub(r"(?<![\w.)%])-(?=[\d.])", "−", text)
+
+
+def typeset(text: str) -> str:
+    """Return a sentence with at most three significant digits, true minus signs and fixed spaces before `%` and in `p = 0.01`."""
+
+    def rounded(found: re.Match[str]) -> str:
+        digits = found[0].replace(".", "").lstrip("0")
+        return found[0] if len(digits) < 4 else f"{float(found[0]):{'.3g' if float(found[0]) < 999.5 else '.0f'}}"
+
+    text = re.sub(r"\bp = (?=\d)", "p\u00a0=\u00a0", text)
+    return re.sub(r"(?<=\d) ?%", "\u00a0%", BETWEEN.sub(" − ", true_minus(LONG.sub(rounded, text))))
 
 
 def plain(text: Any) -> str:

@@ -19,6 +19,7 @@ from workbench.plots.style import (
     DIVERGING,
     MINUS,
     SEQUENTIAL,
+    at_least,
     colour_axis,
     dressed,
     label,
@@ -155,13 +156,15 @@ def gradient_layers(parts: Sequence[tuple[str, pd.DataFrame]], *, compare: bool 
     grids = [(name, _log10(table.reindex(columns=names))) for name, table in tables.items()]
     norms = pd.concat([part for _, part in rows])
     steps = sorted({int(part["step"].max()) for _, part in rows})
-    under = subtitle(norms, f"training step {' and '.join(map(str, steps))}", *_reading(norms))
+    blank = "blank: no such matrix" if any(grid.isna().any(axis=None) for _, grid in grids) else ""
+    under = subtitle(norms, f"training step {' and '.join(map(str, steps))}", *_reading(norms), blank)
     most = max(len(grid) for _, grid in grids)
-    figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most))
+    figure = _maps(grids, "layer %{y}, %{x}", compare=compare, height=34 * max(3, most), least=300)
     figure.update_xaxes(type="category", tickangle=-60, tickfont_size=11)
     figure.update_yaxes(dtick=1 if most <= MAX_WHOLE else None)
     figure.update_yaxes(title_text="layer", col=1)
-    return _scaled(dressed(figure, "Gradient norms, layer by layer", under, figure.layout.height))
+    figure = _scaled(dressed(figure, "Gradient norms, layer by layer", under, figure.layout.height))
+    return figure.update_coloraxes(colorbar_title_side="right")  # the bar is low
 
 
 def gradient_map(frame: pd.DataFrame) -> go.Figure:
@@ -202,13 +205,13 @@ def gradient_maps(
 
 
 def _reading(rows: pd.DataFrame) -> list[str]:
-    return ["mean over seeds" if rows["seed"].nunique() > 1 else "", "lighter: stronger pull"]
+    return ["mean over seeds" if rows["seed"].nunique() > 1 else "", "lighter: larger norm"]
 
 
 def _maps(
-    grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, height: int, across: str = ""
+    grids: list[tuple[str, pd.DataFrame]], place: str, *, compare: bool, height: int, across: str = "", least: int = 235
 ) -> go.Figure:
-    """Draw panels of logarithms, at most three in a row; `height` in pixels per panel, `across` the x title."""
+    """Draw panels of logarithms, at most three in a row; `height` and `least` width in pixels per panel, `across` the x title."""
     shown = list(grids)
     if compare and len(grids) == 2:
         (_, a), (_, b) = grids
@@ -234,13 +237,19 @@ def _maps(
         caption = "A is %{customdata:.2f} times B" if ratio else "%{customdata:.3g}"
         figure.add_heatmap(
             z=z, x=x, y=y, customdata=10**z, coloraxis="coloraxis2" if ratio else "coloraxis", name=name,
-            text=[[f"{v:.2g}" if np.isfinite(v) else "" for v in row] for row in 10.0**z] if printed else None,
+            text=[[_brief(v) for v in row] for row in 10.0**z] if printed else None,
             texttemplate="%{text}" if printed else None, textfont_size=11, hoverongaps=False,
             hovertemplate=f"{name}<br>{place}: {caption}<extra></extra>", **at,
         )  # fmt: skip
-        figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, **at)
+        figure.update_yaxes(showticklabels=not same_rows or i % columns == 0, showgrid=False, **at)
         figure.update_xaxes(showticklabels=not same_columns or lowest, title_text=across if lowest else "", **at)
-    return figure
+    return at_least(figure, least * columns) if columns > 1 else figure
+
+
+def _brief(value: float) -> str:
+    if not np.isfinite(value):
+        return ""
+    return f"{value:.2g}" if value >= 1e-3 else f"{value:.1e}".replace("e-0", "e−").replace("e-", "e−")
 
 
 def _log10(grid: pd.DataFrame) -> pd.DataFrame:
@@ -282,7 +291,7 @@ def _ticks(low: float, high: float, sign: str = "", *, clipped: bool = False) ->
     if clipped and words:
         ends = {0: (low, "≤ "), len(marks) - 1: (high, "≥ ")} if sign else {0: (low, "≤ ")}
         for i, (end, mark) in ends.items():
-            marks[i], words[i] = 10**end, f"{mark}{sign}{10**end:.2g}"
+            marks[i], words[i] = 10**end, f"{mark}{sign}{_brief(10**end)}"
     return {"tickvals": [float(np.log10(m)) for m in marks], "ticktext": words}
 
 

@@ -16,6 +16,7 @@ from workbench.claims.collect import samples_of
 from workbench.claims.judging import Judged, chosen
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
+from workbench.models.registry import architecture_label
 from workbench.plots.page import Page, folded, heading, numbers_html, paragraph
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
@@ -24,11 +25,14 @@ from workbench.statistics.formation import formation_steps
 
 RACE, VALUES = "value_paths_speed_up_induction", "deep_values_need_little_context"
 BESIDE = {
-    "importance_entropy": ("Concentration of attention", None),
-    "token_similarity": ("How alike tokens become", "stream"),
-    "sink_mass": ("Attention to position 0, mean of heads", None),
-    "value_drain": ("Norm of the first token's own value against the others'", "own_v"),
-    "hidden_peak": ("Norm of the first token's state against the others'", "stream"),
+    "importance_entropy": ("Concentration of attention, by layer", None),
+    "token_similarity": ("Similarity of the tokens' states, by layer", "stream"),
+    "sink_mass": ("Attention to the first token, mean of heads", None),
+    "value_drain": (
+        "Norm of the first token's own value over the others'; layers without own values have no point",
+        "own_v",
+    ),
+    "hidden_peak": ("Norm of the first token's state over the others'", "stream"),
 }
 
 
@@ -42,9 +46,9 @@ def up_to_date(page: Path, runs: Path) -> bool:
 
 
 DISTANCES = {
-    True: "In training each sequence copies at a distance of its own, so a head has to recognise tokens; counting does not do.",
-    False: "The copy always begins at the same distance, so a head that counts does as well as one that recognises tokens.",
-    None: "In some of these runs the copy always begins at the same distance, where a head that counts does as well.",
+    True: "In training each sequence has its own distance to the copy, so a head has to match tokens; a fixed offset is not enough.",
+    False: "The copy always begins at the same distance, so a head with a fixed offset copies as well as one that matches tokens.",
+    None: "In some of these runs the copy always begins at the same distance, so a head with a fixed offset can copy there.",
 }
 """What the race asks of a head, by whether the distance is drawn; None where runs differ."""
 
@@ -68,13 +72,13 @@ def write_report(runs: Path, out: Path) -> Path:
     of = judge_all([e for e in catalogue(runs).entries if Path(e.path) in places]).of
     judged = {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
     page = Page("workbench report")
-    names = ", ".join(sorted({run.architecture for run in readable}))
+    names = ", ".join(map(architecture_label, plots.ordered(run.architecture for run in readable)))
     opening = (
         f"{len(readable)} run{'s' * (len(readable) > 1)}: {names}. Bands are the range over seeds; dashed lines are random init (step 0), "
         "dotted ones the metric's own baseline. A value-residual model gives later layers a direct path to the first layer's "
         "values, which depend on the token alone."
     )
-    page.add(heading("What these models show", 1), paragraph(opening))
+    page.add(heading("Report of the runs", 1), paragraph(opening))
     page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
     losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
     if len(losses):
@@ -82,31 +86,33 @@ def write_report(runs: Path, out: Path) -> Path:
         drawn = {data.get("shortest") is not None for data in repeated}
         note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
         page.add(
-            heading("The race to induction"), article(judged[RACE]), paragraph(note),
-            page.figure(plots.race_figure(losses), "Loss where copying works; below half of its start a run has learnt it."),
+            heading("Copying"), article(judged[RACE]), paragraph(note),
+            page.figure(plots.narrow(plots.race_figure(losses)), "Loss of the repeated tokens; below half of its start a run copies."),
             numbers_html(formation_steps(losses)),
         )  # fmt: skip
     share = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v")]
     if len(share):
         caption = "Share of the variance of each layer's own values that the token's identity explains."
-        page.add(heading("What deep values carry"), article(judged[VALUES]))
+        page.add(heading("Token information in deep values"), article(judged[VALUES]))
         page.add(page.figure(plots.plot(share), caption), numbers_html(share))
         if len(ablated := frame[frame["metric"] == "value_ablation"]):
             caption = "Validation loss when values are replaced by their mean per token, or by zero."
             page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
     _beside(page, frame, telemetry)
-    others = [j for name, j in judged.items() if name not in (RACE, VALUES)]
+    shown = {RACE} if len(losses) else set()
+    shown |= {VALUES} if len(share) else set()
+    others = [j for name, j in judged.items() if name not in shown]
     if decided := [article(j) for j in others if j.verdict.status in DECIDED]:
-        page.add(heading("What the field claims, and what these runs say"), *decided)
+        page.add(heading("Verdicts on published claims"), *decided)
     if rest := [article(j) for j in others if j.verdict.status not in DECIDED]:
         needs = folded(f"{len(rest)} claims, and what each would need", "".join(rest))
-        page.add(heading("Not resolvable with these runs"), needs)
+        page.add(heading("Claims without a verdict"), needs)
     _provenance(page, readable, frame, problems)
     return page.write(out)
 
 
 def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
-    page.add(heading("Beside them"))
+    page.add(heading("Other measures"))
     text = telemetry[telemetry["run"].str.startswith("text")]
     for domain, rows in text[text["metric"] == "validation_loss"].groupby("data"):
         page.add(page.figure(plots.plot(rows), f"Validation loss, {domain}."), numbers_html(rows))

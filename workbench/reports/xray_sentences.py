@@ -21,7 +21,7 @@ PUBLISHED = (
 )
 MOSTLY, HARDLY = 0.8, 0.5  # of what values do: supplied by the token alone; needing context
 PARTS = {
-    "first_position": "the first position", "profile": "where tokens stand (local attention)", "content": "particular tokens",
+    "first_position": "the first position", "profile": "other positions (local attention)", "content": "particular tokens",
 }  # fmt: skip
 UNLEARNED = 1e-3  # nats: what values do of which no share is to be spoken of
 NOTHING = 1e-4  # nats: a distance from uniform attention that has no parts to speak of
@@ -75,7 +75,7 @@ def _finite(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _range(values: pd.Series) -> str:
     low, high = f"{values.min():.1%}", f"{values.max():.1%}"
-    return low if low == high else f"{low}-{high}"
+    return low if low == high else f"{low} to {high}"
 
 
 def concentration_text(frame: pd.DataFrame) -> str:
@@ -88,7 +88,8 @@ def concentration_text(frame: pd.DataFrame) -> str:
     layer = int(top["layer"])
     parts = rows[(rows["layer"] == layer) & rows["variant"].notna()].set_index("variant")["value"]
     share = {k: parts[k] / top["value"] if top["value"] > 0 else 0.0 for k in PARTS if k in parts}
-    shares = ", ".join(f"{share[k]:.0%} on {PARTS[k]}" for k in sorted(share, key=lambda k: -share[k]))
+    most = sorted((k for k in share if share[k] >= 0.01), key=lambda k: -share[k])
+    shares = ", ".join(f"{share[k]:.0%} on {PARTS[k]}" for k in most)
     before = _at(frame, "concentration_parts", last=False)
     init = _at_init(frame, before[before["variant"].isna()], layer)
     if not top["value"] > NOTHING:
@@ -236,7 +237,7 @@ def token_share_text(frame: pd.DataFrame) -> str:
         beside.append(f"{_range(start['value'])} at random init")
     what = "own values" if (deep["site"] == "own_v").all() else "effective values"
     first, last = int(deep["layer"].min()), int(deep["layer"].max())
-    layers = f"layer {first}" if first == last else f"layers {first}-{last}"
+    layers = f"layer {first}" if first == last else f"layers {first} to {last}"
     return (
         f"{_range(deep['value'])}{error} of the variance of the {what} in {layers} is the identity of the token "
         f"({', '.join(beside) or 'no baseline measured'}); 100 % would be a lookup table."
@@ -248,7 +249,7 @@ def _replaced(change: dict[str, tuple[float, float]], has_own: bool = True) -> s
     if not {"token_mean", "zero"} & set(change):
         return _NOT_REPLACED if has_own else _NO_OWN
     share = change.get("seen", (math.nan, math.nan))[0]
-    seen = f" at the {share:.0%} of positions whose token has one" if math.isfinite(share) else ""
+    seen = f" (at {share:.0%} of the positions: not all tokens have one)" if share < 0.995 else ""
     costs = []
     for name, how in (("token_mean", f"their token's mean{seen}"), ("zero", "zero")):
         value, se = change.get(name, (math.nan, math.nan))
@@ -274,7 +275,7 @@ def residual_text(frame: pd.DataFrame, path: str | None = None) -> str:
     architecture = str(frame["architecture"].iloc[0])
     known = [ARCHITECTURES[part] for part in architecture.split("+") if part in ARCHITECTURES]
     if has := next((a.label for a in known if a.value_path), path):
-        why = "Whether that path is why needs a model trained without it."
+        why = "A model trained without that path would show whether it is the cause."
         return f"It has a value path already ({has}). {_replaced(change, has_own)} {why}"
     if path is None and architecture == "unknown":
         return f"Undecided: it is unknown whether the model has a value path already. {_replaced(change, has_own)}"

@@ -25,7 +25,7 @@ from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.censored import censored, compare_steps
 from workbench.statistics.formation import formation_steps
-from workbench.statistics.intervals import MIN_SEEDS, Interval, confidence
+from workbench.statistics.intervals import MIN_SEEDS, Interval, confidence, significance
 from workbench.views import training
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
@@ -194,7 +194,7 @@ def headline(result: Finding) -> str:
     decided = [name for name, verdict in result.verdicts.items() if verdict.status != "unresolved"]
     if not decided:
         less = outcome.less.partition(" ")[0]
-        who, either = f"none of {many} models", f"clearly {less} or {outcome.more}"
+        who, either = "neither model" if many == 2 else f"none of {many} models", f"clearly {less} or {outcome.more}"
         if many == 1:
             who, either = architecture_label(next(iter(result.intervals))), f"neither clearly {less} nor {outcome.more}"
         return f"Unresolved over {seeds} seeds: {who} {outcome.verb} {either} than the Transformer."
@@ -232,8 +232,9 @@ def method(result: Finding) -> str:
     """How the comparison was made, in sentences."""
     few, most = result.seeds
     seeds, models = f"{few}" if few == most else f"{few} to {most}", len(result.intervals)
-    holm = f", Holm-adjusted over {models} models" if models > 1 else ""
-    means = f"Means over {seeds} paired seeds with {confidence()} intervals{holm}."
+    means = f"Means over {seeds} paired seeds with {confidence()} intervals."
+    if models > 1:
+        means = f"Means over {seeds} paired seeds; their intervals are as wide as Holm's correction over {models} models demands."
     single = "1 seed: each number is one pair of runs and has no interval."
     sentences = [means if most > 1 else single, result.outcome.note]
     if result.never:
@@ -275,7 +276,9 @@ def finding_differences(source: Source, link: Link) -> Drawing:
         for name, verdict in result.verdicts.items()
     ]
     table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
-    table = table.assign(verdict=verdicts)
+    table = table.assign(
+        verdict=verdicts, level=[1 - significance() / verdict.factor for verdict in result.verdicts.values()]
+    )
     under = f"{result.title}; left of 0: {result.outcome.less}"
     many = f"{len(table)} models" if len(table) > 1 else ""
     drawn = plots.narrow(plots.intervals(table, result.outcome.title, under, adjusted=many), HALF_PAGE)

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from workbench import plots, prompts
-from workbench.claims import DECIDED, QUESTIONS, Claim, Verdict, all_verdicts
+from workbench.claims import DECIDED, Claim, Verdict, all_verdicts
 from workbench.claims.all_verdicts import Verdicts
 from workbench.claims.evidence import TELEMETRY, at_last_step
 from workbench.claims.judging import chosen, claim_figure
@@ -30,7 +30,7 @@ from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
 from workbench.statistics.formation import SINK, formation_steps, sink_steps
-from workbench.statistics.intervals import confidence, paired_seeds
+from workbench.statistics.intervals import paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
 from workbench.views import run_groups  # noqa: F401  (a view of this page)
 from workbench.views.base import Drawing, view
@@ -220,6 +220,16 @@ def analyze_command(source: Source, link: Link, question: str | None = None) -> 
     return f"workbench analyze {paths}{f' --question {question}' if question else ''} --out results"
 
 
+TOPICS = {
+    "loss": "Loss and its cost", "place": "Place of the residual", "optimisation": "Ease of optimisation",
+    "concentration": "Concentration of attention", "sinks": "Attention sinks", "gates": "Gates, scales and norms",
+    "smoothing": "Similarity of tokens", "tokens": "Identity of the token", "depth": "Values of deep layers",
+    "cross_layer": "Cross-layer attention", "sharing": "Shared values", "averages": "Averages over depth",
+    "induction": "Speed of induction", "downstream": "Downstream tasks",
+}  # fmt: skip
+"""Each question of the claims as the label of a bar."""
+
+
 def verdicts_table(judged: Sequence[Judgement]) -> pd.DataFrame:
     """A row for each claim."""
     return pd.DataFrame([
@@ -236,13 +246,11 @@ def verdicts(source: Source, link: Link) -> Drawing:
     check_part(link, "verdicts")
     judged = judgements(source, link)
     tested = [j for j in judged if j.verdict.status != "not_checkable"] or judged
-    statuses = [(QUESTIONS[j.claim.question], j.claim.name, j.verdict.status) for j in tested]
+    statuses = [(TOPICS[j.claim.question], j.claim.name, j.verdict.status) for j in tested]
     folded = f"; {len(judged) - len(tested)} claims that these runs cannot check are left out"
     folded = folded if len(tested) < len(judged) else ""
     under = f"{len(_finished(source, link))} finished runs; stored records only; click a claim to read it{folded}"
-    results = [j.verdict for j in judged]
-    chance = "No claim is tested here; each says what it lacks. A p-value in its sentence is of one comparison and decides nothing."
-    chance = expected_by_chance(results) if any(math.isfinite(v.p) for v in results) else chance
+    chance = expected_by_chance([j.verdict for j in judged])
     return Drawing(plots.verdicts_figure(statuses, under), verdicts_table(judged), chance)
 
 
@@ -255,10 +263,10 @@ def verdict(source: Source, link: Link) -> Drawing:
     numbers, sentence = judged.verdict.adjusted(), judged.verdict.details
     if len(numbers) and {"comparison", "value", "low", "high"} <= set(numbers.columns):
         title = judged.claim.name.replace("_", " ").capitalize()
-        tested = sum(math.isfinite(j.verdict.p) for j in all_judged)
-        settings = len(judged.verdict.settings)
-        adjusted = f"{tested} claims{f', {settings} settings of this one' * (settings > 1)}"
-        adjusted = adjusted if judged.verdict.alone is not None and max(tested, settings) > 1 else ""
+        tested = [j.verdict for j in all_judged if math.isfinite(j.verdict.p)]
+        tests = sum(len(v.tests) for v in tested)
+        adjusted = f"{tests} tests of {len(tested)} claims"
+        adjusted = adjusted if judged.verdict.alone is not None and tests > 1 else ""
         sentence += " Intervals in this sentence are those before Holm's correction." if adjusted else ""
         return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
     from workbench.claims.collect import stored  # imports torch
@@ -278,6 +286,8 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     last value of the claim's measure. `address` of a row is a link that shows the run on the Training page.
     """
     entries = [e for e in source.catalogue().entries if e.name in set(judged.verdict.runs)]
+    models = plots.ordered(e.series for e in entries)  # the Transformer first, with what is compared with it
+    entries.sort(key=lambda e: (models.index(e.series), e.seed))
     shows = dict(judged.claim.shows)
     metric = str(shows.pop("metric", None) or next(iter(judged.claim.metrics), "loss"))
     metric = metric if metric != "against_loss" else judged.claim.metrics[0]
@@ -471,7 +481,7 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
         each = [one.widened(factor) for one, factor in zip(each, holm_factors([one.p for one in each]), strict=True)]
         differ = [f"layer {n:.0f}: {one}" for n, one in zip(layers, each, strict=True) if one.sign]
         means = [one.value for one in each]
-        about = f"{min(one.n for one in each)} paired seeds; {confidence()} intervals, Holm-adjusted over {len(each)} layers"
+        about = f"{min(one.n for one in each)} paired seeds; intervals as wide as Holm's correction over {len(each)} layers demands"
         listed = "; ".join(differ) or f"{min(means):+.3g} to {max(means):+.3g}, every interval includes 0"
         sentence = (
             f"{len(differ) or 'None'} of {len(each)} layers differ: ResFormer − Transformer in nats {listed} ({about})."
@@ -566,7 +576,7 @@ def _maps(source: Source, models: Sequence[Entry], step: int, metric: str, title
             layer, head = map(int, rows.sort_values("value").iloc[-1][["layer", "head"]])
         subject, text = RunAtStep(entry, step), example(entry)
         window = source.derive(prompts.attention_map, prompts.attention_inputs, subject, text, layer, head, most=256)
-        name = f"{plots.label(entry.series)}, seed {entry.seed}: layer {layer}, head {head}"
+        name = f"{plots.label(entry.series)} s{entry.seed}: layer {layer}, head {head}"
         maps.append((name, window.weights, source.tokens(subject, text)))
         query, key = np.tril_indices(len(window.weights))
         where = {"run": entry.name, "step": step, "layer": layer, "head": head, "query": query, "key": key}

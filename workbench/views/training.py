@@ -11,7 +11,7 @@ from workbench.claims.published import differences_by_budget, published, publish
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots import training as drawn
-from workbench.plots.style import ordered
+from workbench.plots.style import GREY, ordered
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds
@@ -181,7 +181,9 @@ def relative(source: Source, link: Link) -> Drawing:
         pairs = "better than the baseline; logs are paired in the order of their names, whatever their seeds and batches were"
     sentence = f"Below 0: {pairs}."
     sentence += f" {ONE_SEED}." if rows["seed"].nunique() == 1 else ""
-    return _curves(source, link, [differences], f"Validation loss minus {named}", sentence=sentence)
+    drawing = _curves(source, link, [differences], f"Validation loss minus {named}", sentence=sentence)
+    drawing.figure.add_hline(y=0, line={"color": GREY, "dash": "dot", "width": 1.6})
+    return drawing
 
 
 @view("training")

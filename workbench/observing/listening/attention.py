@@ -334,7 +334,7 @@ class AttentionRun(RunState, CallHandler):
                     self.masks.add(visible_keys(head))
             if hooked.hooks_any("rot_q", "rot_k", *names):
                 seen = visible_keys(self._square(hooked, scores)[:, :1])
-                self._check_mask(hooked, mask_kind(seen, False, self.positions.length), lambda seen=seen: seen)
+                self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))
             if hooked.hooks_any(*names):
                 wide = torch.promote_types(scores.dtype, torch.float32)
                 hooked.lse = self._row(hooked, self._lined(hooked, scores.detach()).to(wide).logsumexp(-1))
@@ -388,7 +388,7 @@ class AttentionRun(RunState, CallHandler):
             top, place = square.detach().max(-1, keepdim=True)
             lse = (dots.gather(-1, place).to(wide) * attention.scale - top.to(wide).log())[..., 0]
             seen = square[:, :1] > 0
-            self._check_mask(hooked, mask_kind(seen, False, self.positions.length), lambda seen=seen: seen)
+            self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))
         if lse is not None:
             if used is square and not is_distribution(used):
                 why = f"{NO_DISTRIBUTION} on these tokens, so it has no statistics"
