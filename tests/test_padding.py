@@ -133,7 +133,7 @@ def test_padded_rows_equal_the_documents_by_themselves(alone, side, how):
     ids = padded(documents(), side)
     model = observed(decoder(**how), ids, with_mask)
     with pytest.warns(
-        PaddingLeftOut, match=r"33\.3 % of positions left out \(padding\); averages are over 3 documents"
+        PaddingLeftOut, match=r"33\.3 % of positions left out \(padding\); 3 documents, each measured by itself"
     ):
         frame = workbench.measure(model, METRICS_COMPARED, ids, batch=2)
     found = frame.set_index(COMPARED)["value"].sort_index()
@@ -170,10 +170,11 @@ def test_documents_packed_in_a_row_equal_themselves_weighted_by_their_tokens(alo
     row = torch.cat(documents()[:2])[None]
     document = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1]])
     model = observed(decoder(), row, lambda m, ids: m(ids, document=document))
-    with pytest.warns(PaddingLeftOut, match="no padding; averages are over 2 documents"):
+    with pytest.warns(PaddingLeftOut, match="no padding; 2 documents, each measured by itself"):
         frame = workbench.measure(model, METRICS_COMPARED, row)
     found = frame.set_index(COMPARED)["value"].sort_index()
     wanted = mean_of(alone[:2], LENGTHS[:2])
+    wanted["loss"] = mean_of(alone[:2], [length - 1 for length in LENGTHS[:2]])["loss"]  # of predicted tokens
     pd.testing.assert_series_equal(found, wanted, atol=2e-5, rtol=2e-5, check_names=False, check_dtype=False)
 
 

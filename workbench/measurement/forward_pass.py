@@ -79,7 +79,7 @@ class Reduction:
         """Reduce one batch: `inputs` by name, `rows` the indices of its sequences in the sample.
 
         With `segments`, each document is reduced separately and without padding. A row's value is the mean over its documents,
-        weighted by their tokens.
+        weighted by their tokens, of a metric of logits by their predicted tokens.
         """
         aliases = {a: self.site if a == "vectors" else a for a in (*self.metric.arguments, *self.metric.optional)}
         given = {a: inputs[str(alias)] for a, alias in aliases.items() if alias in inputs or a in self.metric.arguments}
@@ -103,7 +103,7 @@ class Reduction:
             if self.metric.form == "per_sequence" and documents:
                 values = [function(**one, **options).double().cpu() for one in documents]
                 counted = [i for i, value in enumerate(values) if self.has_number(value)] or range(len(values))
-                sizes = [len(positions[i]) for i in counted]
+                sizes = [self.size(segments, row, positions[i]) for i in counted]
                 self.parts[layer].append(weighted_mean([values[i] for i in counted], sizes))
             else:
                 for one in documents:
@@ -119,6 +119,13 @@ class Reduction:
         """Return which sequences have a number: without a found position, a measure of one vector has NaN."""
         absent = value.isnan() if self.metric.found and value.ndim == 1 else torch.zeros(len(value), dtype=torch.bool)
         return ~absent
+
+    def size(self, segments: Segments, row: int, positions: Tensor) -> int:
+        """Return the weight of a document in its row: its tokens, or those that are predicted and count in the loss."""
+        if not self.is_of_logits:
+            return len(positions)
+        counted, later = segments.counted if "counted" in self.metric.optional else None, positions[1:]
+        return len(later) if counted is None else int(counted[row, later].sum())
 
     def documents(self, segments: Segments, row: int) -> list[Tensor]:
         """Return the positions of a row's documents that are long enough and, for a loss, have labelled tokens."""

@@ -212,7 +212,7 @@ def left_out(provenance: str) -> str:
     if "left_out" not in known:
         return ""
     padding = f"{100 * known['left_out']:.3g} % of positions left out (padding)" if known["left_out"] else "no padding"
-    return f"{padding}; averages are over {known['documents']} documents, each by itself"
+    return f"{padding}; {known['documents']} documents, each measured by itself; a row is the mean over its documents, and n counts rows"
 
 
 def provenance(**facts: Any) -> str:
