@@ -26,8 +26,8 @@ from workbench.plots.image_export import find_browser
 from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
-from workbench.views.follow import number
-from workbench.views.measures import Measure
+from workbench.views.measures import PLAIN, Measure
+from workbench.views.positions import number
 from workbench.views.source import OF_PROMPTS, checkpoint_key
 from workbench.views.writing import COLUMN, PAGE, caption_of, fits, picture
 
@@ -341,8 +341,9 @@ def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[st
     if options.sites:
         link = link.but(site=widgets.choose("Site", "site", options.sites, options.site, show=plots.site, width=150))
         options = read(link)
+    names = {name: "none" if name == PLAIN else widgets.spaced(name) for name in options.variants}
     variant = widgets.choose(
-        "Variant", "variant", options.variants, options.variant, show=widgets.spaced, width=130, only_if_many=True
+        "Variant", "variant", [*names], options.variant, show=names.__getitem__, width=130, only_if_many=True
     )
     return link.but(variant=variant), read(link.but(variant=variant))
 
@@ -383,7 +384,7 @@ def _files(link: Link, drawing: Drawing, name: str) -> None:
 
     no_browser, widths = find_browser() is None, [w for w, mm in WIDTHS.items() if fits(drawing.figure, mm)]
     key = f"width_{name}"
-    width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[-1], required=True, key=key))
+    width = str(st.segmented_control("Width of SVG and PNG", widths, default=widths[0], required=True, key=key))
     if len(widths) < len(WIDTHS):
         st.caption("The panels of this figure do not fit into a single column.")
     ending_of = "_".join(re.sub(r"[^\w.-]+", "-", str(link.text(k)))[:40] for k in ("set", "a", "b") if link.text(k))

@@ -69,3 +69,20 @@ def test_symbols_are_not_offered_examples_of_text(browse, populated):
     assert any("Use “" in b.label for b in at.button)
     at = browse(populated, "intervene", a="race-svformer-s0", show="patching")
     assert not any("Use “" in b.label for b in at.button)
+
+
+def test_one_movement_of_the_slider_sets_the_shortcut_of_all_layers(browse, populated):
+    at = browse(populated, "intervene", a="text-resformer-s0")
+    slider = at.slider(key="edit_value")
+    assert slider.value == 0.5, "it opens at the trained coefficient"
+    assert "Preview" not in said(at)
+    slider.set_value(0.0).run()
+    assert "Preview of **coefficient" in said(at)
+    assert at.header[0].value == "Loss change per token"
+    assert "other texts" in said(at)
+    at.toggle(key="w_documents").set_value(True).run()
+    while any(b.label == "Cancel" for b in at.button):
+        at.run()
+    assert "32 documents of" in said(at)
+    transformer = browse(populated, "intervene", a="text-transformer-s0")
+    assert transformer.selectbox(key="w_kind").value == "values:how=zero"

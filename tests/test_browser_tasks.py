@@ -101,6 +101,26 @@ def test_a_path_is_cut_in_three_clicks(at):
     page.locator("h2", has_text="Loss change per token").wait_for()
 
 
+def test_the_shortcut_of_all_layers_is_set_in_one_click(at):
+    page, click = at(f"intervene?a=models-resformer-s0&{ON}")
+    slider = page.locator(".st-key-edit_value")
+    box, thumb = slider.bounding_box(), slider.get_by_role("slider").bounding_box()
+    click(slider, position={"x": box["width"] / 2, "y": thumb["y"] + thumb["height"] / 2 - box["y"]})
+    assert state(page)["kind"] == "coefficient:value=0"
+    page.locator("h2", has_text="Loss change per token").wait_for()
+
+
+def test_names_of_tokens_have_room_and_rows_keep_theirs_on_a_phone(at):
+    page, _ = at(f"prompt?{ON}")
+    page.set_viewport_size({"width": 390, "height": 900})
+    axis = "document.querySelector('.st-key-figure_surprise .js-plotly-plot')._fullLayout.xaxis"
+    page.wait_for_function(f"{axis}._length < 300 && 10 * {axis}.tickvals.length < {axis}._length")
+    page, _ = at(f"prompt?{ON}&show=layers")
+    names = page.locator(".st-key-figure_lens .names span")
+    names.filter(has_text="embedding").wait_for()  # the last position is in sight, the axis is not
+    assert names.count() == 7
+
+
 def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at):
     first, second = quote("self.name = name\nself."), quote("self.path = path\nself.")
     page, click = at(f"intervene?prompt={first}&other={second}")

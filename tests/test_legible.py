@@ -8,13 +8,14 @@ import tomllib
 import numpy as np
 import pytest
 
+from app.elements.common import colour_table
 from app.settings import SETTINGS
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
 from workbench.plots import HEADS
 from workbench.plots.experiments import STATUSES
 from workbench.plots.maps import COLOURS
-from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, colour, symbol
+from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, SEQUENTIAL, colour, symbol
 from workbench.runs.records import records
 
 SIGHT = {
@@ -107,3 +108,17 @@ def test_curves_carry_their_models_mark_hollow_before_training_and_few_on_long_c
     }
     assert symbol("resformer · B: s1, step 300") == symbol("resformer (lr 0.01)") == symbol("resformer")
     assert symbol("something else") in SYMBOLS
+
+
+def test_words_in_the_cells_of_a_map_have_contrast_on_every_colour():
+    values = np.linspace(0, 1, 24)[None]
+    grid = plots.Grid(
+        values, ["0"], [str(i) for i in range(24)], "", "row", "column", np.full((1, 24), "word"), (0.0, 1.0)
+    )
+    figure = plots.grids([("A", grid)], "")
+    words, grounds = figure.data[0].text[0], colour_table(SEQUENTIAL, 24)
+    for word, ground in zip(words, grounds, strict=True):
+        light = [
+            linear("#{:02x}{:02x}{:02x}".format(*c)) @ XYZ[1] for c in (ground, (0 if "black" in word else 255,) * 3)
+        ]
+        assert (max(light) + 0.05) / (min(light) + 0.05) >= 4.5

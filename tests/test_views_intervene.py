@@ -16,11 +16,16 @@ import torch
 from workbench import plots, prompts
 from workbench.cli import main
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.interventions import edited
+from workbench.models.hooked import next_token_loss
 from workbench.prompts import patch_sweep
 from workbench.runs.run import Run
 from workbench.views import Drawing, Link, drawings
 from workbench.views.base import timelapse
 from workbench.views.intervene import LEAKS, effect, next_token
+from workbench.views.positions import signed_number
+from workbench.views.source import RunAtStep
+from workbench.views.tuned import documents_of
 from workbench.views.writing import WRITERS
 
 TEXT = "return values"
@@ -62,6 +67,25 @@ def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(source)
     assert b["before"].to_numpy() == pytest.approx(chances[b["id"].tolist()].numpy(), abs=1e-6)
 
 
+def test_documents_show_the_mean_change_of_the_loss_and_its_interval(source):
+    edit = "remove:layer=1"
+    drawing = drawn(source, "on_documents", edits=edit, **BOTH)
+    entry = next(e for e in source.catalogue().entries if e.name == "text-transformer-s0")
+    ids, _ = documents_of(source, RunAtStep(entry, 20), None, None)
+    ids, model = torch.tensor(ids[:32]), Run.open(entry.path).load()
+    with torch.no_grad():
+        plain = next_token_loss(model(ids), ids, per_token=True)
+        with edited(model, edit, tokens=ids):
+            changed = next_token_loss(model(ids), ids, per_token=True)
+    expected = (changed - plain).double().mean(1).numpy()
+    rows = drawing.table.groupby("model", sort=False)["change"].apply(np.asarray)
+    assert rows.iloc[1] == pytest.approx(expected, abs=1e-5)
+    assert rows[plots.MINUS] == pytest.approx(rows.iloc[0] - rows.iloc[1])
+    assert f"mean change {signed_number(rows.iloc[1].mean())} nats (95 % interval" in drawing.sentence
+    with pytest.raises(WorkbenchError, match="choose an edit"):
+        drawn(source, "on_documents")
+
+
 @pytest.mark.parametrize("name", ["effect", "next_token", "sweep"])
 def test_an_edit_that_b_lacks_is_shown_of_a_and_said_of_b(source, name):
     edit = "coefficient:value=0"
@@ -78,6 +102,14 @@ def test_edits_through_which_later_tokens_flow_say_so(source, edit):
     assert LEAKS in drawn(source, "effect", edits=edit).figure.layout.title.subtitle.text
     assert LEAKS in drawn(source, "sweep", sweep=edit).figure.layout.title.text
     assert LEAKS not in drawn(source, "effect").figure.layout.title.subtitle.text
+
+
+@pytest.mark.parametrize(("edit", "words"), [
+    ("coefficient:layer=1,value=0.3", "set the shortcut's coefficient to 0.3, layer 1"),
+    ("sink:layer=0,head=0;remove:layer=1,part=mlp", "cut attention to the first token, layer 0, head 0 and remove an MLP, layer 1"),
+])  # fmt: skip
+def test_captions_have_edits_in_words(source, edit, words):
+    assert f"{words};" in drawn(source, "effect", edits=edit).figure.layout.title.subtitle.text.replace("<br>", " ")
 
 
 @pytest.mark.parametrize("over", ["layer", "layer x head"])

@@ -11,6 +11,7 @@ from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.run import Run
 from workbench.views import Link, attention, drawings
+from workbench.views.positions import number, signed_number
 
 TEXT = "return values"
 
@@ -94,7 +95,7 @@ def test_losses_of_other_tokens_are_drawn_apart_and_never_subtracted(source):
 def test_every_vocabulary_has_its_own_chance(source):
     said = letters(source, "identity").sentence
     a, b = (sum(1 / n for n in range(1, d + 1)) / d for d in (64, 270))
-    assert f"gives {a:.3g} in A, {b:.3g} in B." in said
+    assert f"has {a:.3g} in A, {b:.3g} in B on average." in said
 
 
 def test_what_a_model_has_not_is_said_and_leaves_no_blank_map(source):
@@ -110,7 +111,7 @@ def test_a_part_that_one_model_lacks_counts_as_nothing(source):
     minus, b, a = drawing.figure.data
     assert list(a.y) == list(minus.y) == ["the first layer's values", "own values"]
     assert sum(minus.x) == pytest.approx(sum(a.x) - sum(b.x), abs=1e-5)
-    assert f"the bars sum to {sum(a.x):.3g}" in drawing.sentence
+    assert f"the bars sum to {number(sum(a.x))}" in drawing.sentence
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,8 @@ def test_the_next_tokens_after_two_texts_are_the_same_tokens_and_subtracted(sour
 def test_sources_and_readers_are_drawn_where_the_path_to_a_logit_is_refused(source, monkeypatch):
     whole = drawn(source, "follow", position=1, layer=1)
     assert whole.figure.layout.title.text.startswith("Path of")
+    added = whole.table.query("kind == 'logit'")["amount"].sum()
+    assert f"the value adds {signed_number(added)} to the logit of" in whole.sentence
 
     def refused(*_):
         raise WorkbenchError("a norm without a divisor")

@@ -180,6 +180,8 @@ class View {
       grid.setAttribute("role", "group");
       grid.setAttribute("aria-label", `Heads of ${panel.title}; arrow keys move, Enter enlarges`);
       const context = sized(canvas, size * heads, size * layers);
+      context.fillStyle = getComputedStyle(grid).backgroundColor; // of future keys, as in the enlarged map
+      grid.style.background = "none";
       for (let layer = 0; layer < layers; layer++) {
         const name = made("span", "layer", grid, layer % Math.ceil(14 / size) ? "" : `${layer}`);
         name.style.top = `${(layers - 1 - layer) * size}px`;
@@ -191,6 +193,7 @@ class View {
             tile, rows, columns, panel.signed ? -most : 0, most,
             panel.signed ? colours.diverging : colours.sequential, root,
           );
+          context.fillRect(head * size, (layers - 1 - layer) * size, size - 2, size - 2);
           stamped(context, picture, head * size, (layers - 1 - layer) * size, size - 2, size - 2);
           this.addHead(grid, panel, i, layer, head, size);
         }
@@ -492,8 +495,10 @@ class View {
     const text = (words) => this.readout.append(words);
     const token = (words) => made("bdi", "token", this.readout, words);
     this.readout.replaceChildren();
-    if (!this.cursor) return text("Hover over a cell.");
-    const [r, c] = this.cursor, first = this.pointed;
+    const { lock, key, panels } = this.data, first = this.cursor ? this.pointed : panels[0];
+    const selected = lock === null || key === null ? [null] : [cellOf(first.queries, lock), cellOf(first.keys, key)];
+    if (!this.cursor && selected.includes(null)) return text("Hover over a cell.");
+    const [r, c] = this.cursor ?? selected;
     if (r >= first.queries.length - 1 || c >= first.keys.length - 1) return undefined;
     text(`query ${span(first.queries, r)} `);
     token(first.query_tokens[r]);

@@ -30,7 +30,7 @@ function made(tag, name, parent, text) {
 const number = (v) => {
   const size = Math.abs(v);
   if (v === null || Number.isNaN(v)) return "–";
-  const text = size >= 999.5 ? v.toFixed(0) : size >= 0.9995 ? v.toPrecision(3) : size >= 0.0005 || !v ? v.toFixed(3) : v.toExponential(1);
+  const text = size >= 999.5 ? v.toFixed(0) : size >= 0.0005 ? v.toPrecision(3) : v ? v.toExponential(1) : "0";
   return text.replaceAll("-", "−");
 };
 

@@ -21,6 +21,9 @@ class Figure {
     this.root.addEventListener("focusout", () => {
       if (this.at) window.Plotly.Fx.unhover(this.plot), this.pointing.tell((this.at = null));
     });
+    this.names = made("div", "names", this.root);
+    this.names.setAttribute("aria-hidden", "true");
+    this.root.addEventListener("scroll", () => this.nameRows());
     this.plot = made("div", "", this.root);
     this.bands = [];
     this.turn = Promise.resolve();
@@ -79,6 +82,8 @@ class Figure {
     this.drawn = text;
     await this.nameLines();
     if (!frames && !layout.updatemenus) await this.tighten();
+    await this.thin();
+    this.nameRows();
     this.mark([]);
     this.admit();
     this.reveal();
@@ -106,6 +111,30 @@ class Figure {
     if (Math.abs(more) < 6 || margin.b + more < 0) return;
     this.plot.style.height = `${height + more}px`;
     await window.Plotly.relayout(this.plot, { height: height + more, "margin.b": margin.b + more });
+  }
+
+  async thin() { // upright names that would overlap: every second, every third
+    const few = {}, { _plots: plots } = this.plot._fullLayout;
+    for (const { xaxis } of Object.values(plots)) {
+      const { _categories: names, tickvals, tickangle, _length: length, _name: name } = xaxis;
+      if (tickangle !== -90 || !names?.length || !tickvals?.length) continue;
+      const every = Math.ceil((11 * tickvals.length) / length);
+      if (every > 1) few[`${name}.tickvals`] = tickvals.filter((_, i) => i % every === 0);
+    }
+    if (Object.keys(few).length) await window.Plotly.relayout(this.plot, few);
+  }
+
+  nameRows() { // names of rows and panels that are out of sight where a figure is wider than its place
+    const { _plots: plots, _size: size, annotations } = this.plot._fullLayout ?? {}, at = this.root.scrollLeft;
+    this.names.replaceChildren();
+    if (!plots || at < 1 || this.width <= this.root.clientWidth) return;
+    const name = (text, top) => (made("span", "", this.names, text).style.top = `${top}px`);
+    for (const { xaxis, yaxis } of Object.values(plots))
+      if (xaxis._offset < this.width / 4) for (const row of yaxis._categories ?? []) name(row, yaxis._offset + yaxis.c2p(yaxis.d2c(row)));
+    for (const { text, x, y, xref } of annotations ?? []) {
+      const middle = size.l + x * size.w - at;
+      if (xref === "paper" && (middle < 4 * text.length || middle > this.root.clientWidth - 4 * text.length)) name(text, size.t + (1 - y) * size.h - 10);
+    }
   }
 
   admit() { // keys scroll what is wider than its place, and choose a point where a click does

@@ -59,7 +59,7 @@ def attention_page(link: Link) -> None:
         token_strip.draw_token_strip(
             choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=("key", "against", "target"),
             colours=attention.per_token(patterns[0]),
-            unit="received" if choice.lock is None else f"from token {choice.lock}",
+            unit="attention" + " received" * (choice.lock is None) + " in A" * (len(patterns) > 1),
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
     element.draw_attention(choice, patterns, f"Attention: {caption}")
@@ -70,8 +70,9 @@ def attention_page(link: Link) -> None:
         _score(link, choice)
     else:
         looks = attention.query_of_the_first(source, link)
-        for (query, key), what in ((attention.cell(source, link), ""), ((looks, 0), ", the first token")):
-            why = f"Parts of the score from token {query} to token {key}{what}"
+        cells = {attention.cell(source, link): "its largest weight", (looks, 0): "the first token"}
+        for (query, key), what in cells.items():
+            why = f"Parts of the score from token {query} to token {key}, {what}"
             widgets.page_link("attention", why, ":material/functions:", lock=str(query), key=str(key))
     panel = st.expander("This head: logit attribution and history", on_change="rerun", key="open_head")
     if panel.open:  # its value paths at the query token (else the last token), and its measures over training
@@ -95,7 +96,7 @@ def attention_page(link: Link) -> None:
     )
     selected = (rows["layer"] == choice.layer) & (rows["head"] == choice.head)
     widgets.row_table(
-        "heads", rows.rename(columns=attention.STATISTICS), selected, rows,
+        "heads", rows.drop(columns=["model"] * (len(patterns) == 1)).rename(columns=attention.STATISTICS), selected, rows,
         lambda row: widgets.update_url(layer=int(row["layer"]), head=int(row["head"])), "Attention statistics of every head",
     )  # fmt: skip
     files(FIGURES, link)

@@ -20,7 +20,7 @@ from ..cached_source import cached_source
 from ..elements import token_strip
 from ..elements.figure import Point
 from ..figures import ready, show
-from ..page_frame import controls, figures_side_by_side, page, toolbar
+from ..page_frame import controls, figures_side_by_side, page
 from ..prompt_box import choose_token, prompt_box, take_example
 
 ABOUT = (
@@ -40,13 +40,14 @@ POSITION = "Patched position"
 EFFECT_PX, BOTH_PX = 340, 640  # pixels of a figure of one model, of two, beside the column of controls
 PARTS = {"effect": "Edits", "sweep": "Sweep", "patching": "Patching"}
 MAX_NOW = 6  # trained coefficients that are named
+SHORTCUT = "coefficient:value=0"
 FORMULAS = {
     "values:site=arriving,how=zero": "A mixed value is w·V + λ·V₁. This edit sets the other layers' values V₁ to 0; w and λ stay.",
-    "coefficient:value=0": "A mixed value is w·V + λ·V₁. This edit sets λ to a number; the own weight w and the values V₁ stay.",
+    SHORTCUT: "A mixed value is w·V + λ·V₁. This edit sets λ to a number; the own weight w and the values V₁ stay.",
 }  # fmt: skip
 """What an edit of the value shortcut does to a mixed value."""
 STATE = ("edit_layers", "edit_heads", "edit_value")
-UNTOUCHED = 0.0  # the coefficient before its slider is moved
+UNTOUCHED = 0.0  # the coefficient of an edit that a link names
 
 
 def intervene_page(link: Link) -> None:
@@ -68,6 +69,10 @@ def intervene_page(link: Link) -> None:
                 if drawing is not None:  # else the reason stands once
                     with st.container():
                         show(intervene.next_token, link)
+            if (edits := link.text("edits")) and drawing is not None and not intervene.takes_from_second(edits):
+                label = f"Mean over {intervene.DOCUMENTS} documents"
+                if widgets.toggle(label, "documents"):
+                    show(intervene.on_documents, link, long="Reading documents with and without the edit")
         elif shown == "sweep":
             show(intervene.sweep, link, long="Editing one place at a time")
         elif not link.text("other"):
@@ -102,8 +107,13 @@ def _second_text(link: Link, needed: bool) -> Link:
 
 def _edit_controls(link: Link) -> Link:
     entry: Entry = cached_source().subjects(link)[0].entry
-    names = intervene.kinds()
-    kind = widgets.choose("Edit", "kind", _kinds(link, names), intervene.KIND, show=names.__getitem__)
+    names, state = intervene.kinds(), st.session_state
+    kinds = _kinds(link, names)
+    trained = intervene.trained_coefficients(cached_source(), link, SHORTCUT) if SHORTCUT in kinds else []
+    shortcut = [value for of, _, value in trained if of != "own"]
+    kind = widgets.choose("Edit", "kind", kinds, SHORTCUT if shortcut else intervene.KIND, show=names.__getitem__)
+    if shortcut and "kind" not in st.query_params:  # the slider opens at the trained coefficient, which edits nothing
+        state["edit_value"] = float(min(2.0, max(-2.0, round(shortcut[0], 1))))
     if kind in FORMULAS:
         st.caption(FORMULAS[kind])
     first, second = st.columns(2)
@@ -113,19 +123,23 @@ def _edit_controls(link: Link) -> Link:
         "Heads", list(range(entry.n_heads)), key="edit_heads", disabled=no_heads, placeholder="all heads"
     )
     if kind.startswith("coefficient"):
-        st.slider("Coefficient", -2.0, 2.0, UNTOUCHED, 0.1, key="edit_value")
-        trained = intervene.trained_coefficients(cached_source(), link, kind)
-        layers = st.session_state["edit_layers"] or [n for _, n, _ in trained]
-        now = [f"λ{n} now {value:.3g}" for of, n, value in trained if n in layers and of != "own"]
-        st.caption(
-            ", ".join(now[:MAX_NOW]) + (" …" if len(now) > MAX_NOW else "") or "No such coefficient in these layers."
+        state.setdefault("edit_value", UNTOUCHED)
+        st.slider(
+            "Coefficient", -2.0, 2.0, step=0.1, key="edit_value", on_change=widgets.update_url, kwargs={"kind": kind}
         )
+        trained = intervene.trained_coefficients(cached_source(), link, kind)
+        layers = state["edit_layers"] or [n for _, n, _ in trained]
+        now = {n: f"{value:.3g}" for of, n, value in trained if n in layers and of != "own"}
+        words = [f"λ{n} = {value}" for n, value in now.items()][:MAX_NOW] + ["…"] * (len(now) > MAX_NOW)
+        if len(now) > 1 and len({*now.values()}) == 1:
+            words = [f"λ = {now[min(now)]} in layers {min(now)} to {max(now)}"]
+        st.caption(f"Trained: {', '.join(words)}." if now else "No such coefficient in these layers.")
         weights = sorted({value for of, n, value in trained if n in layers and of == "own"})
-        if kind == "coefficient:value=0" and weights and weights != [1.0]:  # it scales the values too
+        if kind == SHORTCUT and weights and weights != [1.0]:  # it scales the values too
             w = f"{weights[0]:.3g}" if len(weights) == 1 else f"{weights[0]:.3g} to {weights[-1]:.3g}"
-            words = f"The own weight w stays {w}. With λ = 0 the value is also scaled by {w}"
-            st.caption(f"{words}, which changes the loss by itself.")
-            own = intervene.edit_text("coefficient:source=own", st.session_state["edit_layers"], [], 1.0)
+            scaled = f"The own weight w stays {w}. With λ = 0 the value is also scaled by {w}"
+            st.caption(f"{scaled}, which changes the loss by itself.")
+            own = intervene.edit_text("coefficient:source=own", state["edit_layers"], [], 1.0)
             help_ = f"Two edits: {_selected()} and {own}"
             st.button("Apply, with own weight 1", key="edit_own", help=help_, on_click=_apply, kwargs={"more": own})
     edit = _selected()
@@ -135,8 +149,7 @@ def _edit_controls(link: Link) -> Link:
         "Add", key="edit_add", help=f"Besides the others: {edit}", on_click=_apply, args=(True,), width="stretch"
     )
     edits = widgets.text_line("Edits as text, joined by ;", "edits", "", help=GRAMMAR)
-    state = st.session_state
-    touched = "kind" in st.query_params or state["edit_layers"] or state["edit_heads"] or state.get("edit_value")
+    touched = "kind" in st.query_params or state["edit_layers"] or state["edit_heads"]
     if touched and edit not in edits.split(";"):
         st.caption(f":material/visibility: Preview of **{widgets.escaped(edit)}**. Apply keeps it in the link.")
         edits = edit
@@ -194,7 +207,7 @@ def _patch_controls(link: Link) -> Link:
     if first != second:
         st.warning("Patching needs texts of equal length in tokens: shorten or lengthen one.")
         return link.but(against=None)
-    site = widgets.choose("Patched site", "site", list(intervene.PATCHED), show=widgets.spaced)
+    site = widgets.choose("Patched site", "site", list(intervene.PATCHED), show=intervene.PATCHED.__getitem__)
     link = choose_token(link.but(site=site), text, "Answer of the first text", "target")
     # one token is often the likeliest of both texts
     return choose_token(link, other, "Answer of the second text", "against", but=link.whole("target"))
@@ -207,12 +220,10 @@ def _patching(bare: Link) -> None:
     best = intervene.patched_activation(source, bare)
     tokens = source.tokens(source.subjects(bare)[0], bare.text("other"))
     at = token_strip.selected_position("position", POSITION, len(tokens), default=best.position)
-    with toolbar("cell"):
-        layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)
-        with st.container():
-            token_strip.draw_token_strip(
-                tokens, key="position", label=POSITION, colours=best.restored, unit="largest restored share", chosen=at
-            )
+    token_strip.draw_token_strip(
+        tokens, key="position", label=POSITION, colours=best.restored, unit="restored", chosen=at
+    )
+    layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)
 
     def take(point: Point) -> None:
         if point.token is not None and str(point.y).isdigit():

@@ -64,10 +64,6 @@ def prompt_page(link: Link) -> None:
     left, right = st.columns([2, 3])
     with left:
         link = prompt_box(link)
-        if shown == "next":
-            about = "The next token after both texts, and the difference"
-            other = widgets.text_line("Second text (optional)", "other", rows=2, placeholder="to compare", help=about)
-            link = link.but(other=other or None)
     source = cached_source()
     subject, text = source.subjects(link)[0], source.prompt(link)
     tokens = source.tokens(subject, text)  # refused here, once, if it cannot be read
@@ -78,8 +74,12 @@ def prompt_page(link: Link) -> None:
         losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
         gone = ("target", "against", "query")
         token_strip.draw_token_strip(
-            tokens, key="position", label=POSITION, colours=losses, unit="nats", chosen=at, clears=gone
+            tokens, key="position", label=POSITION, colours=losses, unit="nats of loss", chosen=at, clears=gone
         )
+        if shown == "next":
+            about = "The next token after both texts, and the difference"
+            other = widgets.text_line("Second text (optional)", "other", rows=2, placeholder="to compare", help=about)
+            link = link.but(other=other or None)
 
     def take_token(point: Point) -> None:
         if point.token is not None:

@@ -238,7 +238,7 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
         )  # fmt: skip
         figure.update_yaxes(
             tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", showticklabels=not (alike and i),
-            row=1, col=i + 1,
+            showgrid=False, zeroline=False, row=1, col=i + 1,
         )  # fmt: skip
         if name == MINUS:
             reach = 1.5 * max(max(map(abs, points)), 0.1)

@@ -92,10 +92,10 @@ def _side(
         begin, end = ((LEFT, top), (CENTRE, joint)) if left else ((CENTRE + BAR, joint), (RIGHT, top))
         t = np.linspace(0.0, 1.0, 24)  # along a curved band from one bar to the next
         band_x, band_y = begin[0] + (end[0] - begin[0]) * t, begin[1] + (end[1] - begin[1]) * (3 * t**2 - 2 * t**3)
-        hatch: dict[str, Any] = {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.3}} if strand.size < 0 else {}
+        hatch: dict[str, Any] = {"fillpattern": {"shape": "/", "size": 6, "solidity": 0.4}} if strand.size < 0 else {}
         _area(
             figure, [*band_x, *band_x[::-1]], [*band_y, *(band_y + thick)[::-1]], strand.colour, says, where,
-            opacity=0.45, line={"width": 0, "simplify": False}, **hatch,
+            opacity=0.8 if hatch else 0.45, line={"width": 0, "simplify": False}, **hatch,
         )  # fmt: skip
         _box(figure, bar, (top, top + thick), strand.colour, says, where)
         labels.append(says)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale, unlabel_rgb
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
@@ -83,22 +84,15 @@ def grids(parts: Sequence[tuple[str, Grid]], title: str, under: str = "", *, hei
         where = {"row": i + 1 if wide else 1, "col": 1 if wide else i + 1}
         last, scale = not wide or i == len(shown) - 1, "coloraxis2" if minus else "coloraxis"
         _add(figure, grid, name, where, scale, row_title=wide or i == 0, ticks=last, abreast=abreast)
-    for trace, (_, grid) in zip(list(figure.data), shown, strict=True):
-        if trace.texttemplate is None:
-            continue
-        row, column = np.nonzero(~np.isfinite(grid.values))  # blank cells, whose words have the page's text colour
-        words = [_clipped(str(t), _letters(grid, abreast)) for t in np.asarray(grid.texts, dtype=object)[row, column]]
-        figure.add_scatter(
-            x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words, mode="text", textfont_size=11,
-            hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
-        )  # fmt: skip
-    figure = dressed(figure, title, wrapped(under, 125), height)
     values = np.concatenate([g.values[np.isfinite(g.values)].ravel() for _, g in parts])
     low, high = first.span or ((float(values.min()), float(values.max())) if len(values) else (0.0, 1.0))
     both = low < 0 < high
     limit = max(abs(low), abs(high)) or 1.0
     span = first.span or ((-limit, limit) if both else (low, high if high > low else low + 1.0))
-    figure.update_layout(coloraxis=colour_axis(DIVERGING if both else SEQUENTIAL, *span, markup.escape(first.unit)))
+    scale = DIVERGING if both else SEQUENTIAL
+    _write(figure, [grid for _, grid in shown], abreast, scale, span)
+    figure = dressed(figure, title, wrapped(under, 125), height)
+    figure.update_layout(coloraxis=colour_axis(scale, *span, markup.escape(first.unit)))
     if signed:  # one colour bar above the other: beside each other, titles and numbers would run into the next
         minus_values = shown[-1][1].values[np.isfinite(shown[-1][1].values)]
         limit = (float(np.abs(minus_values).max()) if len(minus_values) else 1.0) or 1.0
@@ -132,18 +126,11 @@ def _add(
     abreast: int,
 ) -> None:  # fmt: skip
     x, y = (unique([safe(t) for t in names]) for names in (grid.columns, grid.rows))
-    small, letters = grid.texts is not None and abreast * len(grid.columns) <= MAX_TEXTS, _letters(grid, abreast)
     hover = f"{grid.row_title} %{{y}}<br>{grid.column_title} %{{x}}<br>%{{z:.3g}} {markup.escape(grid.unit)}"
     texts = None if grid.texts is None else [[safe(t) for t in row] for row in grid.texts]
-    cells = None
-    if small and grid.texts is not None:
-        written = np.where(np.isfinite(grid.values), np.asarray(grid.texts, dtype=object), "")
-        cells = [[_clipped(str(t), letters) for t in row] for row in written]
     figure.add_heatmap(
         z=grid.values.astype("float32"), x=x, y=y, name=name, coloraxis=colours, hoverongaps=False, customdata=texts,
-        text=cells,
-        texttemplate="%{text}" if small else None, hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>",
-        textfont_size=11, **where,
+        hovertemplate=hover + ("<br>%{customdata}" if texts else "") + "<extra></extra>", **where,
     )  # fmt: skip
     for update, names, title in (
         (figure.update_xaxes, x, grid.column_title if ticks else ""), (figure.update_yaxes, y, grid.row_title if row_title else ""),
@@ -173,13 +160,31 @@ def signed(values: np.ndarray) -> np.ndarray:
     )
 
 
+def _write(figure: go.Figure, shown: Sequence[Grid], abreast: int, scale: str, span: tuple[float, float]) -> None:
+    """Write words into cells in black or white, whichever has more contrast (plotly's greys have too little), if there is room."""
+    table = np.array([unlabel_rgb(c) for c in sample_colorscale(scale, 64)]) / 255
+    linear = np.where(table <= 0.04045, table / 12.92, ((table + 0.055) / 1.055) ** 2.4)
+    bright = linear @ (0.2126, 0.7152, 0.0722) > 0.179
+    for trace, grid in zip(list(figure.data), shown, strict=True):
+        if grid.texts is None or abreast * len(grid.columns) > MAX_TEXTS:
+            continue
+        share = np.nan_to_num((grid.values - span[0]) / (span[1] - span[0])).clip(0, 1)
+        inks = np.where(bright[(63 * share).round().astype(int)], "black", "white")
+        most, texts = _letters(grid, abreast), [[counted_spaces(str(t)) for t in row] for row in grid.texts]
+        words = np.array(
+            [[safe(t if len(t) <= most else f"{t[: most - 1]}…") for t in row] for row in texts], dtype=object
+        )
+        marked, known = '<span style="color:' + inks.astype(object) + '">' + words + "</span>", np.isfinite(grid.values)
+        trace.update(text=np.where(known, marked, ""), texttemplate="%{text}", textfont_size=11)
+        row, column = np.nonzero(~known)  # blank cells, whose words have the page's text colour
+        figure.add_scatter(
+            x=[trace.x[n] for n in column], y=[trace.y[n] for n in row], text=words[row, column], mode="text", textfont_size=11,
+            hoverinfo="skip", showlegend=False, xaxis=trace.xaxis, yaxis=trace.yaxis,
+        )  # fmt: skip
+
+
 def _letters(grid: Grid, abreast: int) -> int:
     return max(3, min(MAX_LETTERS, LINE // (abreast * len(grid.columns))))
-
-
-def _clipped(text: str, letters: int) -> str:
-    text = counted_spaces(text)
-    return safe(text if len(text) <= letters else text[: letters - 1] + "…")
 
 
 def every(count: int, most: int = MAX_TICKS) -> int:

@@ -235,6 +235,7 @@ class PatchSweep:
     prompt: 0 as corrupted, 1 as clean; below 0 and above 1 are possible. NaN where there is no site."""
     clean: float  # logit difference of the clean prompt
     corrupted: float  # that of the corrupted one
+    answers: tuple[str, str]  # right and wrong, as text
 
 
 @torch.no_grad()
@@ -290,7 +291,8 @@ def patch_sweep(
             done += len(cells)
             if progress is not None:
                 progress(done, total)
-    return PatchSweep(edit=str(edit), restored=restored, clean=reached, corrupted=start)
+    words = clean.strings([right, wrong])
+    return PatchSweep(edit=str(edit), restored=restored, clean=reached, corrupted=start, answers=(words[0], words[1]))
 
 
 def _lead(model: HookedModel, ids: Tensor, right: int, wrong: int) -> np.ndarray:

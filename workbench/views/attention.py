@@ -19,7 +19,7 @@ from workbench.plots.style import at_least
 from workbench.statistics.sinks import SINK_MASS
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.positions import path_in_words, quoted, short
+from workbench.views.positions import number, path_in_words, quoted, short, signed_number
 from workbench.views.source import RunAtStep, Source
 
 SCALES = {
@@ -244,10 +244,10 @@ def strongest_sink(seen: Seen) -> str:
     mass = first["sink_mass"]
     kind = f"a sink (above {SINK_MASS})" if mass > SINK_MASS else f"no sink, which needs more than {SINK_MASS}"
     kind = "no statement on a sink in so few tokens" if even >= SINK_MASS else kind
-    beside = f"; uniform attention {even:.3g}" if even == even else ""
+    beside = f"; uniform attention {number(even)}" if even == even else ""
     return (
         f"{seen.subject.title}: most attention to the first token in layer {int(first['layer'])}, head {int(first['head'])}: "
-        f"{mass:.3g}, {kind}{beside}"
+        f"{number(mass)}, {kind}{beside}"
     )
 
 
@@ -415,7 +415,7 @@ def score(source: Source, link: Link) -> Drawing:
     figure = plots.grids(
         parts, "Score attribution",
         f"layer {choice.layer}, head {choice.head}: {what}; cell: part of the query (row) times part of the key (column); norms fixed; "
-        "unit: logits of the softmax over keys",
+        "unit: logits of the softmax over keys", height=min(420, 120 + 60 * len(parts[0][1].rows)),
     )  # fmt: skip
     if not alone:  # a narrow window stacks the maps, whose titles follow one another closely
         figure = at_least(figure.update_xaxes(title_text=""), PANEL_PX * (len(parts) + 1))
@@ -468,40 +468,40 @@ def path(source: Source, link: Link) -> Drawing:
         asked |= {"against": "others" if query else None}
         found = source.query(prompts.token_path, subject, choice.text, **asked)
         own, parts = plots.colour(subject.series), _folded(found.score.keys.to_frame())[0]
+        weight, score, added = number(found.weight), signed_number(found.score.score), signed_number(found.logits)
         sources, readers = list[plots.Strand](), list[plots.Strand]()
         for name, size in zip(map(prompts.part_in_words, parts.index), parts, strict=True):
             colour = PART_COLOURS.get(name.split()[0], plots.GREY)
-            sources.append(plots.Strand(name=name, size=size, says=f"{size:+.3g}", colour=colour))
+            sources.append(plots.Strand(name=name, size=size, says=signed_number(size), colour=colour))
         rows = found.frame.to_dict("records")
         for row in rows:
             product = (
-                f"{found.weight:.3g} × {row['per_weight']:+.3g} = " if row["per_weight"] == row["per_weight"] else ""
+                f"{weight} × {signed_number(row['per_weight'])} = " if row["per_weight"] == row["per_weight"] else ""
             )
-            row["says"] = f"{product}{row['logits']:+.3g}"
+            row["says"] = f"{product}{signed_number(row['logits'])}"
             colour = own if row["path"] == "own" else plots.colour(plots.MINUS)
             readers.append(
                 plots.Strand(name=path_in_words(row["path"]), size=row["logits"], says=row["says"], colour=colour)
             )
         paths.append(plots.DrawnPath(
-            title=subject.title, centre=f"{names[0]} → {names[1]}: weight {found.weight:.3g}", colour=own,
-            sources=(f"score{' − mean' if less else ''} {found.score.score:+.3g}", sources),
-            readers=(f"logit of {quoted(found.token)} {found.logits:+.3g}", readers),
+            title=subject.title, centre=f"{names[0]} → {names[1]}: weight {weight}", colour=own,
+            sources=(f"score{' − mean' if less else ''}: {score}", sources),
+            readers=(f"logit of {quoted(found.token)}: {added}", readers),
         ))  # fmt: skip
         scores = pd.DataFrame({"side": "score", "part": parts.index, "amount": parts.to_numpy()})
         logits = found.frame.rename(columns={"path": "part", "logits": "amount"}).assign(side="logit")
         tables += [table.assign(model=subject.title) for table in (scores, logits)]
         words = "; ".join(f"{path_in_words(row['path'])} {row['says']}" for row in rows)
         sentences.append(
-            f"{subject.title}: weight {found.weight:.3g}, score{less} {found.score.score:+.3g}. Through head "
-            f"{choice.layer}.{choice.head} the value adds {found.logits:+.3g} to the logit of “{found.token}”: {words}. "
-            f"All keys of the head add {found.head_logits:+.3g}."
+            f"{subject.title}: weight {weight}, score{less} {score}. Through head {choice.layer}.{choice.head} the value adds {added} "
+            f"to the logit of “{found.token}”: {words}. All keys of the head add {signed_number(found.head_logits)}."
         )
         sentences += found.score.notes
         capped = "" if found.score.capped is None else " before the soft cap"
     figure = plots.value_path(
         paths, f"From the score of {names[0]} to a logit",
-        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: what makes the score{capped}{less}; right: "
-        "by value path, attention weight × logit per weight = logits added at the query; norms fixed; hatched: negative",
+        f"layer {choice.layer}, head {choice.head}: token {key} to token {query}; left: parts of the key's score{capped}{less}; right: "
+        "attention weight × logit per unit of weight = logits added at the query, by value path; norms fixed; hatched: negative",
     )  # fmt: skip
     return Drawing(figure, pd.concat(tables, ignore_index=True), " ".join(sentences))
 

@@ -11,7 +11,7 @@ from workbench.errors import WorkbenchError
 from workbench.views import attention
 from workbench.views.base import Drawing, view
 from workbench.views.link import SELECTION, Link
-from workbench.views.positions import own_positions, path_in_words, position, quoted
+from workbench.views.positions import number, own_positions, path_in_words, position, quoted
 from workbench.views.source import RunAtStep, Source
 
 SUMS = ["amount", "total", "even_amount"]
@@ -130,13 +130,6 @@ def _largest(rows: pd.DataFrame) -> Row:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def number(x: float) -> str:
-    """Three digits, zeros too: `2.00`, `278`; whole numbers from a thousand on."""
-    if abs(x) >= 1000:
-        return f"{x:,.0f}"
-    return (f"{x:.3g}" if abs(x) >= 100 or not x else f"{x:#.3g}").replace("-", "−")
-
-
 def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
     paths = flow.parts.groupby("path", sort=False)[["projection", "share"]].sum().reset_index()
     sources = ", ".join(
@@ -148,7 +141,8 @@ def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
     sentences = [
         f"{subject.title}: the value of “{flow.tokens[flow.position]}” in layer {flow.layer} has norm {number(flow.norm)}: {sources} "
         f"(sum off by {flow.error:.0e}).",
-        f"{queries} {'queries read' if queries > 1 else 'query reads'} it: {number(read['amount'])} of {number(read['total'])} "
+        f"{queries} {'queries read' if queries > 1 else 'query reads'} it, by attention times norm after W_O: "
+        f"{number(read['amount'])} of {number(read['total'])} "
         f"({read['amount'] / read['total']:.1%}; uniform attention {read['even_amount'] / read['total']:.1%}), most through head "
         f"{int(best['head'])} ({number(best['amount'])}, {best['share']:.1%} of that head).",
     ]

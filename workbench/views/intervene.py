@@ -16,10 +16,12 @@ from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
 from workbench.plots.grids import safe
 from workbench.plots.style import BARS, at_least, pale
+from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.positions import cell_names, quoted
+from workbench.views.positions import cell_names, number, quoted, signed_number
 from workbench.views.source import RunAtStep, Source, read_alike
+from workbench.views.tuned import documents_of
 
 if TYPE_CHECKING:
     from workbench.interventions import Edit
@@ -28,17 +30,20 @@ T = TypeVar("T")
 Answers = tuple[list[tuple[RunAtStep, T]], list[str]]
 KIND = "values:how=zero"
 """The kind of edit that boxes begin with; a link without edits edits nothing."""
+DOCUMENTS, DOCUMENTS_OF = 32, {"own": "validation documents", "shipped": "documents of the shipped text"}
 LEAKS = "later tokens leak in, so a loss can also fall"
 OF = {
-    "loss": ("nats", "change of the mean loss over the prompt; above 0: the place was needed"),
+    "loss": ("nats", "change of the mean loss; above 0: the text is predicted worse with the edit, below 0: better"),
     "logit": ("logits", "change of the token's logit minus the mean logit; below 0: the place raised it"),
     "probability": ("share", "change of the token's probability"),
 }
 OVER: tuple[prompts.Over, ...] = ("layer", "layer x head")
-PATCHED = ("stream", "attn_out", "mlp_out", "v", "z")
+PATCHED = {
+    "stream": "residual stream", "attn_out": "attention output", "mlp_out": "MLP output", "v": "values", "z": "head outputs",
+}  # fmt: skip
 MAX_TOKENS, FEW_TOKENS = 14, 6  # next tokens that are drawn; beneath a map
 AXIS, EACH = 80, 18  # pixels: of the axis below, of a token's bars
-SMALL = 5e-4  # a probability that rounds to 0.0 %
+SMALL, LEAST = 5e-4, 3  # a probability that rounds to 0.0 %, and the fewest tokens drawn without regard to it
 MAP = 240  # pixels of the patching map
 
 
@@ -129,8 +134,18 @@ def _inputs(link: Link, text: str) -> dict[str, Any]:
 
 def _words(text: str) -> str:
     """Edits in words, with a warning for edits that mix positions without regard to their order."""
-    words = presets().get(text, text.replace(";", " and ")) or "no edit"
+    words = " and ".join(map(edit_in_words, filter(None, text.split(";")))) or "no edit"
     return html.escape(f"{words} ({LEAKS})" if "how=mean" in text or "how=shuffle" in text else words, quote=False)
+
+
+def edit_in_words(edit: str) -> str:
+    """A preset's words, with the edit's own value, layers and heads; the edit itself if no preset has its other options."""
+    name, _, options = edit.partition(":")
+    given = dict(part.partition("=")[::2] for part in options.split(",") if part)
+    places = [f"{key} {given.pop(key)}" for key in ("layer", "head") if key in given]
+    kind = ",".join(f"{key}={'0' if key == 'value' else value}" for key, value in given.items())
+    words = presets().get(f"{name}:{kind}".rstrip(":"))
+    return edit if words is None else ", ".join([words.replace(" to 0", f" to {given.get('value', 0)}"), *places])
 
 
 # ---- answers of A and B ----------------------------------------------------------------------------------------------
@@ -165,13 +180,14 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
     if alike:  # the same tokens for both, so that they can be compared
         both = pd.concat([r.head(most // 2) for r in own]).drop_duplicates("id")
         own = [both.assign(before=e.before[both["id"]], after=e.after[both["id"]]) for _, e in effects]
+    large = [(rows[["before", "after"]] >= SMALL).any(axis=1).to_numpy() for rows in own]
+    large = [large[0] | large[1]] * 2 if alike else large
+    own = [rows[shown | (np.arange(len(rows)) < LEAST)] for rows, shown in zip(own, large, strict=True)]
     panels = [(s.title, s.series, rows.assign(model=s.title)) for (s, _), rows in zip(effects, own, strict=True)]
     if alike:
         a, b = (rows[["before", "after"]] for _, _, rows in panels)
         panels.append((plots.MINUS, plots.MINUS, panels[0][2].assign(model=plots.MINUS, **(a - b))))
-    numbers = {name: rows[["before", "after"]].to_numpy(dtype=float) for name, _, rows in panels}
-    largest = {name: float(np.abs(np.nan_to_num(x)).max()) for name, x in numbers.items()}
-    top = max(value for name, value in largest.items() if name != plots.MINUS)
+    top = max(rows[["before", "after"]].to_numpy(float).max() for name, _, rows in panels if name != plots.MINUS)
     figure = make_subplots(
         1, len(panels), subplot_titles=[html.escape(p[0]) for p in panels] if len(panels) > 1 else None,
         horizontal_spacing=0.04 if alike else 0.16,
@@ -187,28 +203,31 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
             [nothing if abs(p) < SMALL else form.format(scale * p).replace("-", "−") for p in rows[when]]
             for when in ("before", "after")
         )
-        shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
                 y=names, x=scale * rows[when], orientation="h", name=f"{name}, {when}", showlegend=False,
                 marker={"color": colour, "line": {"color": bars["after"], "width": 1}},
-                text=shares if when == "after" else None, textposition="outside", cliponaxis=False,
-                textfont_size=11, constraintext="none",
                 hovertemplate=f"%{{y}}: %{{x:{'.2f' if minus else '.2%'}}} {when * bool(change)}<extra></extra>", row=1, col=column,
             )  # fmt: skip
+        ends = scale * rows[["before", "after"]].max(axis=1).clip(lower=0)  # right of both bars
+        shares = [f"{b} → {a}" for b, a in zip(before, after, strict=True)] if change else after
+        figure.add_scatter(
+            y=names, x=ends, text=[f" {s}" for s in shares], mode="text", textposition="middle right", textfont_size=11, cliponaxis=False,
+            hoverinfo="skip", showlegend=False, row=1, col=column,
+        )  # fmt: skip
         matched = {"matches": "x"} if column > 1 and not minus else {}
-        reach = 1.8 * scale * (largest[name] or 1.0)
-        span = [-reach, reach] if minus else [0, 1.5 * top]
+        low, high = min(0.0, 1.1 * scale * rows[["before", "after"]].to_numpy(float).min()), float(ends.max())
+        span = [low, high + 0.8 * (high - low)] if minus else [0, 1.5 * top]
         figure.update_xaxes(
             title_text=unit, tickformat="" if minus else ".0%", range=span, row=1, col=column, **matched
         )
         figure.update_yaxes(showticklabels=column == 1 or not alike, row=1, col=column)
-    figure.update_yaxes(autorange="reversed", type="category")
-    legend = f"pale: before; full: after; {change}; " if change else ""
-    plots.dressed(figure, title, f"{_alone(effects)}{legend}one text", AXIS + EACH * most)
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    legend = f"upper bar: before; lower bar: after; {change}; " if change else ""
+    plots.dressed(figure, title, f"{_alone(effects)}{legend}one text", AXIS + EACH * max(len(p[2]) for p in panels))
     figure.update_yaxes(ticksuffix="  ")
     if len(panels) > 1:
-        at_least(figure, BARS * len(panels)).update_layout(margin_r=64)  # of the labels of A − B
+        at_least(figure, BARS * len(panels))
     table = pd.concat([rows for _, _, rows in panels], ignore_index=True)
     return Drawing(figure, table, ". ".join(refused))
 
@@ -239,10 +258,10 @@ def effect(source: Source, link: Link) -> Drawing:
         same = len(e.loss_after) > 1 and float(np.ptp(e.loss_after)) < 1e-4
         constant = "; every token has the same loss now: the model ignores the text" if same else ""
         sentences.append(
-            f"{subject.title}: mean loss {before:.3g} to {after:.3g} nats, change {_mean(change)}; "
+            f"{subject.title}: mean loss {number(before)} to {number(after)} nats, change {_mean(change)}; "
             f"KL divergence of the next-token distribution {e.divergence:.3g} nats{constant}"
             if edited
-            else f"{subject.title}: mean loss {before:.3g} nats per token"
+            else f"{subject.title}: mean loss {number(before)} nats per token"
         )
     if len(bars) == 2 and bars[0][2] == bars[1][2]:
         minus = bars[0][3] - bars[1][3]
@@ -251,11 +270,18 @@ def effect(source: Source, link: Link) -> Drawing:
         sentences.append(
             f"{plots.MINUS}: {_mean(minus)}, above 0: {'a larger change' if edited else 'a larger loss'} in A"
         )
+    if edited:
+        sentences.append(_one_text(len(answers[0][1].loss_after)))
     figure = _by_token(bars, "loss change (nats)" if edited else "loss (nats)")
     title = "Loss change per token" if edited else "Loss per token, no edit"
     reading = f"{_words(edits)}; above 0: predicted worse than before" if edited else "higher: less expected"
     plots.dressed(figure, title, f"{_alone(answers)}{reading}; one text", 320 if len(bars) < 3 else 480)
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences + refused) + ".")
+
+
+def _one_text(tokens: int) -> str:
+    count = f"{tokens} predicted token{'s' * (tokens != 1)}"
+    return f"This is one text with {count}: on other texts the change can differ in size and sign"
 
 
 def _mean(change: np.ndarray) -> str:
@@ -294,6 +320,56 @@ def next_token(source: Source, link: Link) -> Drawing:
     return _likeliest(
         answers, "Next token, before and after" if edits else "Next token", _words(edits) if edits else ""
     )
+
+
+@view("intervene")
+def on_documents(source: Source, link: Link) -> Drawing:
+    """Change of the mean loss under the edits on documents, with the interval of its mean."""
+    edits, figure, frames = link.text("edits") or "", go.Figure(), []
+    if not parsed(edits) or takes_from_second(edits):
+        raise BadData("documents are read for edits of one text: choose an edit that reads no second text")
+    answers, sentences = _answers(source, link, lambda subject: changes_on_documents(source, subject, edits))
+    measured = [(s.title, s.series, changes, DOCUMENTS_OF[text]) for s, (_, text, changes) in answers]
+    if len(answers) == 2 and answers[0][1][0] == answers[1][1][0]:  # the same documents
+        measured.append((plots.MINUS, plots.MINUS, measured[0][2] - measured[1][2], measured[0][3]))
+    for name, series, changes, text in measured:
+        mean = over_seeds(changes)
+        figure.add_scatter(
+            x=changes, y=[name] * len(changes), mode="markers", marker={"color": pale(series, 0.4), "size": 7}, showlegend=False,
+            customdata=np.arange(len(changes)), hovertemplate="document %{customdata}: %{x:+.3g} nats<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=[mean.value], y=[name], mode="markers", marker={"color": plots.colour(series), "size": 9, "symbol": "diamond"},
+            error_x={"array": [mean.high - mean.value], "thickness": 2}, showlegend=False,
+            hovertemplate="mean: %{x:+.3g} nats<extra></extra>",
+        )  # fmt: skip
+        frames.append(pd.DataFrame({"model": name, "document": np.arange(len(changes)), "change": changes}))
+        sentences.append(
+            f"{name}: mean change {signed_number(mean.value)} nats ({confidence()} interval {number(mean.low)} to {number(mean.high)}, "
+            f"{mean.n} {text})"
+        )
+    figure.update_xaxes(title_text="change of the mean loss (nats)", zeroline=True)
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    under = f"dot: a document; diamond: mean, whisker: {confidence()} interval; above 0: predicted worse"
+    plots.dressed(figure, "Loss change on documents", f"{_words(edits)}; {under}", AXIS + 50 * len(measured))
+    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences) + ".")
+
+
+def changes_on_documents(source: Source, subject: RunAtStep, edits: str) -> tuple[list[list[int]], str, np.ndarray]:
+    """Ids of the documents, their text, and the change of the mean loss of each."""
+    entry, means = subject.entry, _inputs(Link("intervene", {}), edits)["means"]
+
+    def measure() -> Any:
+        ids, text = documents_of(source, subject, None, None)
+        ids, model, changes = [list(map(int, row)) for row in ids[:DOCUMENTS]], source.model(subject), []
+        for document in ids:
+            changes.append(prompts.edit_effect(model, document, edits, means=means, top=1).change)
+            if source.progress is not None:
+                source.progress(len(changes), len(ids))
+        return ids, text, np.array(changes)
+
+    ids, text, changes = source.keep(("edit on documents", entry.path, entry.stamp, subject.step, edits), measure)
+    return ids, text, changes
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -338,7 +414,8 @@ def sweep(source: Source, link: Link) -> Drawing:
         )
         figure.update_xaxes(title_text="layer", type="category")
         plots.dressed(figure.update_yaxes(title_text=f"change ({unit})"), title, under, 320)
-    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(refused))
+    sentences = [*refused, _one_text(answers[0][1].n)]
+    return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences) + ".")
 
 
 # ---- patching --------------------------------------------------------------------------------------------------------
@@ -393,10 +470,12 @@ def patching(source: Source, link: Link) -> Drawing:
         mark = (at.layer, at.position) if at.layer < len(rows) and at.position < len(columns) else None
         parts.append((subject.title, plots.Grid(values, rows, columns, "restored share", "layer", "token", mark=mark)))
         leads.append(
-            f"{subject.title}: logit difference {result.clean:+.2f} on the first text, {result.corrupted:+.2f} on the second"
+            f"{subject.title}: {result.clean:+.2f} after the first text, {result.corrupted:+.2f} after the second"
         )
-    under = f"{'; '.join(map(html.escape, leads))}; 1: fully restored; one pair of texts"
-    figure = plots.grids(parts, f"Patching {site.replace('_', ' ')}", under, height=MAP)
+    answer, other = map(quoted, answers[0][1].answers)
+    under = f"logit difference of {answer} and {other}; {'; '.join(map(html.escape, leads))}; 1: fully restored"
+    under += f"; row {len(rows) - 1}: the final norm's input" if site == "stream" else ""
+    figure = plots.grids(parts, f"Patching: {PATCHED[site]}", f"{under}; one pair of texts", height=MAP)
     return Drawing(figure, plots.grid_table(parts), ". ".join(refused))
 
 
@@ -408,5 +487,5 @@ def patched(source: Source, link: Link) -> Drawing:
     first, other = source.prompt(link), _second(link)
     answers = _answers(source, link, lambda s: source.query(prompts.edit_effect, s, other, edit, other=first))
     token = source.tokens(source.subjects(link)[0], other)[at.position]
-    where = f"{site.replace('_', ' ')} of layer {at.layer} at token {at.position}, {quoted(token)}, from the first text"
+    where = f"{PATCHED[site]} of layer {at.layer} at token {at.position}, {quoted(token)}, from the first text"
     return _likeliest(answers, "Next token of the second text", where, FEW_TOKENS)

@@ -59,7 +59,7 @@ PAGES = {
     ),
     "intervene": PageInfo(
         "Intervene", "build", "Edits and patching inside the model",
-        ("show", "edits", "kind", "sweep", "over", "of", "other", "target", "against", "site", "layer", "position"),
+        ("show", "edits", "kind", "documents", "sweep", "over", "of", "other", "target", "against", "site", "layer", "position"),
     ),
 }  # fmt: skip
 """`workbench/views/NAME.py` has the views of a page. A page without `app/screens/NAME.py` shows them one below the other."""

@@ -1,4 +1,4 @@
-"""The selected position of a prompt in a model's tokens, and token names in figures."""
+"""The selected position of a prompt in a model's tokens, and names of tokens and numbers in figures."""
 
 from __future__ import annotations
 
@@ -46,6 +46,18 @@ def path_in_words(path: str) -> str:
     named = {"own": "own values", "first": "the first layer's values", "source": f"{whose} values",
              "cross": f"{whose} keys and values", "table": "values from a table"}  # fmt: skip
     return named.get(kind, path)
+
+
+def number(x: float) -> str:
+    """Three digits, zeros too: `2.00`, `278`; whole numbers from a thousand on."""
+    if abs(x) >= 1000:
+        return f"{x:,.0f}"
+    return (f"{x:.3g}" if abs(x) >= 100 or not x else f"{x:#.3g}").replace("-", "−")
+
+
+def signed_number(x: float) -> str:
+    """The number with its sign: `+2.00`."""
+    return f"+{number(x)}" if x > 0 else number(x)
 
 
 def quoted(token: str) -> str:

@@ -17,7 +17,7 @@ from workbench.plots.grids import safe
 from workbench.views import follow, tuned  # noqa: F401  (views of this page)
 from workbench.views.base import Drawing, view
 from workbench.views.link import Link
-from workbench.views.positions import cell_names, own_position, own_positions, path_in_words, position, quoted
+from workbench.views.positions import cell_names, number, own_position, own_positions, path_in_words, position, quoted
 from workbench.views.source import RunAtStep, Source, read_alike
 
 WINDOW, WORDS, LINE, TOP, SHOWN = 128, 24, 1024, 50, 10
@@ -93,6 +93,7 @@ def lens(source: Source, link: Link) -> Drawing:
     """Logit lens: the prediction per layer after each token, by the model's own output head; or the tuned lens."""
     quantity, kind = link.choice("quantity", LENS), link.choice("lens", tuned.KINDS)
     words, unit, span, about = LENS[quantity]
+    about += "; blank: no next token" * (quantity in ("probability", "rank"))
     text, fits = source.prompt(link), list[str]()
 
     def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
@@ -146,7 +147,11 @@ def identity(source: Source, link: Link) -> Drawing:
     )  # fmt: skip
     known = "The embedding is" if site == "stream" else "First-layer values, and all of SVFormer's, are"
     random = f"{' in A, '.join(dict.fromkeys(chance))}{' in B' * (len(set(chance)) > 1)}"
-    sentence = f"A random token gives {random}. {known} the token's own by construction: 1. {drawing.sentence}"
+    shortcut = (
+        "Where a shortcut adds first-layer values, a high number is expected: own values show a layer's own part. "
+    )
+    sentence = f"A random token has {random} on average. {known} the token's own by construction: 1. "
+    sentence += f"{shortcut * (site == 'v')}{drawing.sentence}"
     return replace(drawing, sentence=sentence.strip())
 
 
@@ -160,7 +165,8 @@ def predictions(source: Source, link: Link) -> Drawing:
     alike = len(subjects) == 2 and read_alike(*(s.entry for s, _ in subjects))
     frames = _next_tokens(results, [(s.title, s.series) for s, _ in subjects], alike)
     figure = _next_tokens_figure(frames)
-    figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text")
+    rounding = f"; {plots.MINUS}: before rounding" * alike
+    figure.update_layout(title_subtitle_text=f"after {quoted(tokens[at])}, token {at}; probability, one text{rounding}")
     return Drawing(figure, pd.concat(frames, ignore_index=True).drop(columns="series"), sentence)
 
 
@@ -179,7 +185,8 @@ def two_texts(source: Source, link: Link) -> Drawing:
     )
     ends = " and ".join(quoted(source.tokens(subject, text)[-1]) for text in texts)
     figure.update_layout(
-        title_text="Next token after two texts", title_subtitle_text=f"{subject.name}; after {ends}; probability"
+        title_text="Next token after two texts",
+        title_subtitle_text=f"{subject.name}; after {ends}; probability; difference: before rounding",
     )
     table = pd.concat(frames, ignore_index=True).drop(columns="series").replace({"model": {plots.MINUS: TEXT_MINUS}})
     return Drawing(figure, table.rename(columns={"model": "text"}))
@@ -231,7 +238,8 @@ def surprise(source: Source, link: Link) -> Drawing:
     if len(lines) == 2 and alike:
         figure.add_bar(x=ticks, y=lines[0][2] - lines[1][2], name=plots.MINUS, marker_color=plots.colour(plots.MINUS))
     figure.update_yaxes(title_text="loss (nats)")
-    drawn, under = len(lines[0][1]), "−ln of its probability given the tokens before it; lower: more expected"
+    drawn, under = len(lines[0][1]), "first text; " if link.text("other") else ""
+    under += "−ln of its probability given the tokens before it; lower: more expected; first token: none"
     if drawn < length:
         first = _window(source, link, lines[0][0], LINE)[0]
         under += f"; positions {first} to {first + drawn - 1} of {length}, around the selected one"
@@ -275,9 +283,9 @@ def attribution(source: Source, link: Link) -> Drawing:
                 raise
             sentences.append(f"{subject.title} is left out: {error}.")
             continue
-        shown = "" if layer is None else f"; the bars sum to {rows['value'].sum():.3g}"
+        shown = "" if layer is None else f"; the bars sum to {number(rows['value'].sum())}"
         sentences.append(
-            f"{subject.title}: the parts sum to {result.totals['layer']:.3g}, the logit is {result.logit:.3g} "
+            f"{subject.title}: the parts sum to {number(result.totals['layer'])}, the logit is {number(result.logit)} "
             f"(difference {result.error:.1e}){shown}."
         )
         sentences += result.notes
@@ -289,7 +297,8 @@ def attribution(source: Source, link: Link) -> Drawing:
     figure = _bars([(s.title, plots.colour(s.series), rows) for s, _, rows in results])
     plots.dressed(
         figure, f"Logit attribution of {quoted(first.token)}{where}",
-        f"what each part adds to {logit} after {quoted(tokens[at])}, token {at}; right: raises it; scale of the final norm fixed", 340,
+        f"what each part adds to {logit} after {quoted(tokens[at])}, token {at}; right: raises it; scale of the final norm fixed",
+        340 if len(results) == 1 else 480,
     )  # fmt: skip
     figure.update_layout(legend_traceorder="reversed")
     frames = [rows.assign(model=s.title, logit=r.logit, error=r.error) for s, r, rows in results]

@@ -474,7 +474,7 @@ def prompt_notes(entry: Entry, text: str) -> list[str]:
     if start and Run.open(entry.path).start_token is None:
         notes.append(
             f"The tokenizer of this model names a start token, {start['content'] if isinstance(start, dict) else start}, and texts are "
-            "read without it. If training put it before every sequence, the sink and all shares of the first token differ; in Python: "
+            "read without it. If training put it before every sequence, attention to the first token is different here; in Python: "
             "`model.to_tokens(text, prepend_bos=True)`."
         )
     return notes

@@ -38,7 +38,7 @@ def lens_file(source: Source, link: Link, subject: RunAtStep) -> tuple[str, str]
     of = source.prompt(link) if asked == "prompt" else None
 
     def fit() -> tuple[str, str]:
-        ids, text = _documents(source, subject, asked, of)
+        ids, text = documents_of(source, subject, asked, of)
         model, folder = source.model(subject), lenses_folder()
         return str(prompts.fit_tuned_lens(model, ids, store=folder, progress=source.progress).file(folder)), TEXTS[text]
 
@@ -46,8 +46,8 @@ def lens_file(source: Source, link: Link, subject: RunAtStep) -> tuple[str, str]
     return made
 
 
-def _documents(source: Source, subject: RunAtStep, asked: str | None, prompt: str | None) -> tuple[Any, str]:
-    """Return ids [document, pos] for a fit and which of `TEXTS` they are; raises `WorkbenchError` if the model cannot read the text."""
+def documents_of(source: Source, subject: RunAtStep, asked: str | None, prompt: str | None) -> tuple[Any, str]:
+    """Return ids [document, pos] and which of `TEXTS` they are; raises `WorkbenchError` if the model cannot read the text."""
     entry = subject.entry
     if asked in (None, "own"):
         try:
