@@ -56,7 +56,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.update_xaxes(title_text="training step", type="log" if log_x else "linear")
     figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
-        rows, "random tokens, written twice", *sorted(legend.bands),
+        rows, "loss of the tokens that can be copied from earlier ones", *sorted(legend.bands),
         f"each point the mean of {width} steps" if width > 1 else "", "dotted: half of the loss at the start",
         "ring: a seed crosses it",
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -259,7 +260,7 @@ def effect(source: Source, link: Link) -> Drawing:
         constant = "; every token has the same loss now: the model ignores the text" if same else ""
         sentences.append(
             f"{subject.title}: mean loss {number(before)} to {number(after)} nats, change {_mean(change)}; "
-            f"KL divergence of the next-token distribution {e.divergence:.3g} nats{constant}"
+            f"KL divergence of the distribution after the last token {e.divergence:.3g} nats{constant}"
             if edited
             else f"{subject.title}: mean loss {number(before)} nats per token"
         )
@@ -415,6 +416,16 @@ def sweep(source: Source, link: Link) -> Drawing:
         figure.update_xaxes(title_text="layer", type="category")
         plots.dressed(figure.update_yaxes(title_text=f"change ({unit})"), title, under, 320)
     sentences = [*refused, _one_text(answers[0][1].n)]
+    names = [name for subject, _ in answers for name in source.model(subject).hook_dict]
+    read = {
+        m[2]
+        for name in names
+        if (m := re.fullmatch(r"blocks\.(\d+)\.attn\.source\.(\d+)\.hook_v", name)) and m[1] != m[2]
+    }
+    if read and kind.startswith("values"):
+        sentences.append(
+            f"Later layers read the values of layer {', '.join(sorted(read))} too, so its change includes theirs"
+        )
     return Drawing(figure, pd.concat(frames, ignore_index=True), ". ".join(sentences) + ".")
 
 
