@@ -39,6 +39,8 @@ from workbench.views.link import Link
 from workbench.views.source import RunAtStep, Source, example
 from workbench.views.training import VANILLA, mean_of_domains
 
+RATE = "0.002"  # of the three that the study of losses tried, for both models
+
 # ---- one model -------------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +460,7 @@ def race(source: Source, link: Link) -> Drawing:
 
 def concentration_models(source: Source) -> list[Entry]:
     """The Transformers and ResFormers of a shipped study on text."""
-    return _shipped(source, r"losses-(transformer|resformer)-lr=0\.002-s\d+")
+    return _shipped(source, rf"losses-(transformer|resformer)-lr={re.escape(RATE)}-s\d+")
 
 
 @view("start", "concentrated")
@@ -483,9 +485,7 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
         means = [one.value for one in each]
         about = f"{min(one.n for one in each)} paired seeds; intervals as wide as Holm's correction over {len(each)} layers demands"
         listed = "; ".join(differ) or f"{min(means):+.3g} to {max(means):+.3g}, every interval includes 0"
-        sentence = (
-            f"{len(differ) or 'None'} of {len(each)} layers differ: ResFormer − Transformer in nats {listed} ({about})."
-        )
+        sentence = f"At a learning rate of {RATE}, {len(differ) or 'none'} of {len(each)} layers differ: ResFormer − Transformer in nats {listed} ({about})."
     return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows, sentence)
 
 
