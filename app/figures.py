@@ -23,6 +23,7 @@ from workbench.environment import BUILDERS, variable
 from workbench.errors import WorkbenchError
 from workbench.plots.compare import AXES
 from workbench.plots.image_export import find_browser
+from workbench.plots.style import plain
 from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.base import View, timelapse
@@ -40,10 +41,12 @@ FOLLOW_RUNS = ("start", "training", "depth", "heads", "prompt", "intervene")
 MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables behind them
 NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
 TABLE_PX, NUMBER_PX = 300, 76  # height of the table of numbers, width of a column of it
-ROW_NAMES = ("architecture", "layer", "head", "position", "step")
+ROW_NAMES = ("architecture", "layer", "head", "position", "step", "control")
 NUMBERS = ("value", "low", "high", "p, adjusted", "p, raw", "n", "significant")
 LAST = ("comparison", "run", "seeds", "each")
 """Columns of the table of numbers: the first ones, those after them, and the last ones, which repeat others or are long."""
+IN_WORDS = {"T": "tokens per document", "n": "documents", "se": "standard error", "baseline_of": "kind of baseline"}
+"""Columns in words, under the table."""
 P_VALUES = {"p": "p, adjusted", "p_unadjusted": "p, raw"}
 WIDTHS = {f"Single column ({COLUMN} mm)": COLUMN, f"Double column ({PAGE} mm)": PAGE}
 CHIP = re.compile(r"T = [\d, ]+|n = [\d to]+ documents|[\d to]+ seeds?( per model)?")
@@ -211,7 +214,7 @@ def _single_values(table: pd.DataFrame) -> list[tuple[str, str, str]]:
         if mean.n > 1:
             about = f"{confidence()} interval over {mean.n} seeds: {mean.low:.3g} to {mean.high:.3g}"
         elif of["se"].notna().any():
-            about = f"± {of['se'].mean():.3g}, standard error over documents, 1 seed"
+            about = f"± {of['se'].mean():.2g}, standard error over documents, 1 seed"
         values.append((plots.label(name), f"{number(mean.value)} {unit}", about))
     return values
 
@@ -305,19 +308,25 @@ def _menu(view: View, link: Link, drawing: Drawing, about: str) -> None:
 def _numbers(drawing: Drawing, name: str) -> None:
     """The table of a figure: columns that vary, numbers and their intervals first, and below it the values equal in all rows."""
     table = plots.table(drawing.table).rename(columns=P_VALUES)
+    if "architecture" in table:
+        labels = table["architecture"].astype(object).map(plots.label, na_action="ignore")
+        table["architecture"] = labels.map(plain, na_action="ignore")
     equal = [str(c) for c in table if c not in NUMBERS[:3] and len(table) > 1 and table[c].astype("str").nunique() == 1]
     shown = table.drop(columns=equal)
     first = [c for c in (*ROW_NAMES, *NUMBERS) if c in shown]
     rest = sorted((str(c) for c in shown if c not in first), key=lambda c: c in LAST)
-    config: dict[str, Any] = {c: st.column_config.Column(width=NUMBER_PX) for c in first}
+    config: dict[str, Any] = {c: st.column_config.Column(width=NUMBER_PX) for c in first if c != "architecture"}
     config |= {c: {**column, "width": NUMBER_PX} for c, column in widgets.number_columns(shown).items()}
     st.dataframe(
         shown, width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}", column_order=[*first, *rest],
         column_config=config, alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
     )  # fmt: skip
-    words = [f"{widgets.spaced(c)} {widgets.escaped(table[c].iloc[0])}" for c in equal if c not in LAST]
+    values = {IN_WORDS.get(c, widgets.spaced(c)): table[c].iloc[0] for c in equal if c not in LAST}
+    values |= {"metric": widgets.spaced(values["metric"])} if "metric" in values else {}
+    words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+             if not pd.isna(value) and value != ""]  # fmt: skip
     if words:
-        st.caption(f"Equal in all rows: {', '.join(words)}.")
+        st.caption(f"Equal in all rows: {widgets.typeset(', '.join(words))}.")
 
 
 M = TypeVar("M", bound=Measure)

@@ -54,6 +54,9 @@ def test_a_page_without_a_model_opens_on_the_text_model_that_ships_unless_the_ad
     assert not any("set=" in e.proto.query_string for e in links), "no page inherits a symbol model"
     links = page(tmp_path, "training", a="race-svformer-s0").sidebar.get("page_link")
     assert all("a=race-svformer-s0" in e.proto.query_string for e in links)
+    at = dashboard.settled(page(tmp_path, "maps", groups="3"))
+    assert any("read symbols, so the page opens on a shipped text model" in c.value for c in at.caption)
+    assert at.selectbox(key="w_groups").value == 3, "an address with groups opens their panel"
 
 
 def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, populated):
@@ -83,7 +86,7 @@ def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_ho
     assert "“per head” takes the entropy" in " ".join(t.value for t in at.text)
     (table,) = (d.value for d in at.dataframe if "low" in d.value)
     assert not {"p", "metric", "n"} & {*table}, "equal in all rows"
-    assert any(c.value.startswith("Equal in all rows: n 2, ") for c in at.caption)
+    assert any(c.value.startswith("Equal in all rows: documents 2, ") for c in at.caption)
 
 
 # ---- differences ----
@@ -98,11 +101,13 @@ def test_differences_offer_the_comparison_and_then_show_the_documents_that_diffe
     assert offer.label == "Compare with Transformer · s0 (same experiment and seed)"
     at = page(tmp_path, "differences", **{k: v[0] for k, v in parse_qs(offer.query_string).items() if k != SAME_PAGE})
     assert at.selectbox(key="w_metric").value == "loss"
-    assert at.selectbox(key="w_order").options == ["largest difference", "A lower", "A higher"]
+    assert at.selectbox(key="w_order").options == ["largest difference", "lowest A − B", "highest A − B"]
     assert "minus Transformer" in said(at)
     (table,) = (d.value for d in at.dataframe if "A − B" in d.value)
     assert table["A − B"].abs().is_monotonic_decreasing
     assert not any(ONE_SEED in e.value for e in at.get("markdown")), "each figure states its own number of seeds"
+    titles = [header.value for header in at.header]
+    assert titles.index("Weights that differ") > titles.index("Documents that differ most"), "unrelated models"
 
 
 def test_a_measure_without_values_of_documents_names_those_that_have_them(page, tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def test_layers_that_one_side_lacks_do_not_count():
     table, sentence = measure_differences(a, b[b["layer"] == 0])
     assert (table["a"].item(), table["difference"].item()) == pytest.approx((2.0, 0.0))
     assert not table["moved"].item()
-    assert "1 of 1 measures are means over the layers, heads, positions and documents that both have" in sentence
+    assert "For 1 of 1 measures, only the layers, heads, positions and documents that both have count" in sentence
     assert "that both have" not in measure_differences(a, b)[1]
 
 

@@ -80,6 +80,34 @@ def test_error_bars_over_seeds_are_the_range_the_standard_error_or_the_interval(
 
 
 @pytest.mark.fast(2)
+def test_a_profile_has_no_panel_for_a_matrix_without_layers():
+    def norms(common, _):
+        return [common | {"metric": "gradient_norm", "part": part, "layer": layer, "value": 1.0, "step": 20, "unit": "loss per weight"}
+                for part in ("W_E", "W_V", "0_attn_out:1_mlp_out") for layer in ((None,) if part == "W_E" else (0, 1))]  # fmt: skip
+
+    titles = [note.text for note in plots.plot(rows(what=norms), form="profile").layout.annotations]
+    assert titles == ["W_V", "attention 0 to MLP 1"]
+
+
+def test_a_line_whose_points_have_different_numbers_of_seeds_says_so():
+    frame = of(rows(seeds=2, architectures=("resformer",)), "token_identity_share", site="v", step=20)
+    later = frame.assign(step=40)
+    figure = plots.plot(pd.concat([frame[frame["seed"] == 0], later]), form="steps")
+    assert "ResFormer: 1 to 2 seeds, depending on the step" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    assert "depending on" not in plots.plot(pd.concat([frame, later]), form="steps").layout.title.subtitle.text
+
+
+def test_a_map_of_small_shares_spends_its_colours_on_them_and_prints_a_true_minus():
+    cell = {"run": "a", "architecture": "transformer", "seed": 0, "metric": "sink_mass", "unit": "share", "step": 0}
+    for values, top in (((0.004, 0.02), 0.02), ((0.004, 0.6), 1.0)):
+        frame = records(cell | {"layer": n, "head": h, "value": v} for n in (0, 1) for h, v in enumerate(values))
+        assert plots.plot(frame, form="heads").layout.coloraxis.cmax == pytest.approx(top)
+    frame = records(
+        cell | {"layer": n, "head": h, "value": v, "unit": "cosine"} for n in (0, 1) for h, v in enumerate((-0.5, 1))
+    )
+    assert plots.plot(frame, form="heads").data[0].text[0] == ["−0.50", "1.0"]
+
+
 @pytest.mark.parametrize(
     ("metric", "form"),
     [("importance_entropy", "profile"), ("token_importance", "positions"), ("sink_mass", "heads"), ("loss", "bars")],

@@ -30,7 +30,7 @@ from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.multiple_testing import holm, holm_factors
 from workbench.statistics.scaling import saved_share
-from workbench.views import Link, Source, depth, finding, run_groups, start
+from workbench.views import Link, Source, depth, differences, finding, run_groups, start
 from workbench.views.source import RunAtStep, prompt_notes
 from workbench.views.writing import caption_of
 
@@ -172,6 +172,7 @@ def test_the_difference_by_layer_is_paired_and_needs_three_seeds(source):
     assert all(trace.error_y.array is None for trace in drawing.figure.data)
     two = link.but(compare=1, a="text-resformer-s0", b="text-transformer-s1")
     assert "ResFormer minus Transformer" in depth.differences(source, two).figure.layout.title.text
+    assert depth.differences(source, two).figure.layout.title.text.endswith("step 20")
     with pytest.raises(WorkbenchError, match="two seeds of one model"):
         depth.differences(source, two.but(b="text-resformer-s1"))
 
@@ -192,14 +193,40 @@ def test_three_seeds_decide_a_layer(source, monkeypatch):
     # a column `p` is shown as adjusted, as that of `workbench diff` is
     assert "p" not in rows
     assert rows.loc[("resformer", 1), "p_unadjusted"] < 0.05
+    assert drawing.figure.data[0].customdata[1][1].startswith(" [")
     assert "ResFormer: differs in layer 1" in drawing.sentence
     assert "Holm-adjusted over 2 comparisons" in drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
+
+
+def test_no_difference_by_layer_averages_matrices_terms_or_other_layers(source, monkeypatch):
+    link = Link(
+        "depth", {"set": source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group, "metric": "sink_mass"}
+    )
+    assert depth.depth_options(source, link).is_paired
+    assert depth.has_pairs(source, link, depth.depth_options(source, link))
+    read = source.records
+    for axis, values in (("part", ["W_V", "W_Q"]), ("source", [0, 1])):
+        monkeypatch.setattr(source, "records", lambda *a, axis=axis, values=values: pd.concat(
+            [read(*a).assign(**{axis: pd.array([v] * len(read(*a)), read(*a)[axis].dtype)}) for v in values], ignore_index=True
+        ))  # fmt: skip
+        with pytest.raises(WorkbenchError, match="one number per layer"):
+            depth.differences(source, link)
+    monkeypatch.setattr(source, "records", lambda *a: (rows := read(*a))[rows["architecture"] != "transformer"])
+    assert not depth.has_pairs(source, link, depth.depth_options(source, link)), "the Transformer has no records"
+
+
+def test_two_seeds_of_one_model_have_no_differences_of_stored_measures(source):
+    link = Link("differences", {"a": "text-resformer-s0", "b": "text-resformer-s1", "compare": "1"})
+    with pytest.raises(WorkbenchError, match="two seeds of one model"):
+        differences.moved_measures(source, link)
 
 
 def test_lines_over_layers_are_drawn_where_several_runs_have_heads(source):
     group = source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group
     assert depth.depth_options(source, Link("depth", {"set": group, "metric": "sink_mass"})).form == "profile"
     assert depth.depth_options(source, Link("depth", {"set": group})).metric == "importance_entropy"
+    course = depth.layers(source, Link("depth", {"set": group, "metric": "sink_mass", "view": "steps"}))
+    assert "Heads of different runs with equal numbers are unrelated." in course.sentence
 
 
 def test_a_verdict_leads_to_its_runs_with_their_values(source):

@@ -227,23 +227,23 @@ def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
 
 def test_two_models_of_one_seed_are_compared_over_all_seeds_that_both_have(ask):
     page = "depth?metric=token_identity_share&site=own_v&compare=1&a=text-resformer-s1&b=text-transformer-s1"
-    drawing = drawn(ask, page)
-    minus = next(t for t in drawing.figure.data if t.name == plots.MINUS)
+    assert plots.MINUS not in {t.name for t in drawn(ask, page).figure.data}, "the paired difference has its own figure"
+    ((_, drawing),) = drawings(ask, Link.parse(page), "differences")
     frame = load_records(
         [ask.folder / f"text-{name}-s{seed}" for name in ("resformer", "transformer") for seed in (0, 1)]
     )
     frame = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v") & (frame["step"] == 20)]
     frame = frame[frame["variant"].isna() & frame["control"].isna()]
     means = frame.groupby(["architecture", "layer"])["value"].mean()
-    assert list(minus.y) == pytest.approx(list(means["resformer"] - means["transformer"]))
-    assert "range over seeds" in drawing.figure.layout.title.subtitle.text
+    assert list(drawing.figure.data[0].y) == pytest.approx(list(means["resformer"] - means["transformer"]))
+    assert "mean over 2 paired seeds" in drawing.figure.layout.title.subtitle.text
 
 
 def test_relative_depth_ends_at_one(ask):
     drawing = drawn(ask, "depth?metric=importance_entropy&depth=1&compare=1&a=text-resformer-s0&b=text-svformer-s0")
     assert drawing.table["layer"].max() == 1.0
     titles = [a.title.text for a in drawing.figure.select_xaxes()]
-    assert titles == ["relative depth: 0 the first layer, 1 the last"] * 2  # A and B, and A - B
+    assert titles == ["relative depth: 0 the first layer, 1 the last"]
 
 
 def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, monkeypatch):

@@ -9,7 +9,7 @@ const plotly = () => window.wbPlotly ??= window.Plotly ? Promise.resolve() : new
   script.src = document.querySelector('link[as="script"][data-plotly]').href;
 });
 
-const NARROW = 600, PANEL = 300, BETWEEN = 90, BAR = 70, LINE = 17, MOST = 8, LEAST = 270; // pixels: of a figure, of each panel more that stands beside another, between two below each other, of a colour bar
+const NARROW = 600, PANEL = 300, BETWEEN = 90, BAR = 70, LINE = 17, MOST = 8, LEAST = 270, TALL = 800; // pixels: of a figure, of each panel more that stands beside another, between two below each other, of a colour bar
 const TOKEN = /^(\d+):/; // an axis of tokens has names such as 5:word
 const STILL = { displayModeBar: false, displaylogo: false, showSendToCloud: false };
 
@@ -61,6 +61,7 @@ class Figure {
       this.least /= columns;
     }
     layout.width = this.width = this.room();
+    if (layout.meta?.most < layout.width) layout.width = layout.meta.most;
     squared(layout);
     const named = this.ends;
     this.ends = atEnds(data, layout);
@@ -104,7 +105,7 @@ class Figure {
 
   async tighten() { // the room between the axes and what is below them: the legend, else the end of the figure
     const boxes = (names) => [...this.plot.querySelectorAll(names)].map((part) => part.getBoundingClientRect()).filter(({ height }) => height);
-    const { height, margin, legend, showlegend } = this.plot._fullLayout, below = showlegend && legend?.orientation === "h";
+    const { height, margin, legend, showlegend } = this.plot._fullLayout, below = showlegend && legend?.orientation === "h" && !legend.y;
     const axes = boxes(".xaxislayer-above, .xaxislayer-below, [class^=g-x][class$=title]"), [key] = below ? boxes(".legend") : boxes(".main-svg");
     if (!axes.length || !key || (below && legend.yref !== "container")) return;
     const more = Math.round(12 - (below ? key.top : key.bottom) + Math.max(...axes.map(({ bottom }) => bottom)));
@@ -165,6 +166,8 @@ class Figure {
   // ---- clicks, and tokens pointed at
 
   listen() {
+    const tips = this.plot.querySelector(".hoverlayer"); // drawn anew under every move of the mouse
+    if (tips) new MutationObserver(() => trueMinus(tips)).observe(tips, { childList: true, subtree: true });
     this.plot.on("plotly_click", ({ points: [at] }) => {
       if (this.clicked && at) this.ask({ at: at.customdata ?? null, x: at.x ?? null, y: at.y ?? null });
     });
@@ -212,6 +215,11 @@ class Figure {
   }
 }
 
+function trueMinus(label) { // of numbers in a tooltip, which plotly writes with a hyphen
+  const texts = document.createTreeWalker(label, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replace(/(^|[\s[(:])-(?=[\d.])/g, "$1−");
+}
+
 // ---- points by keys
 
 const WAYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -244,8 +252,13 @@ const abreast = (layout) => new Set(panels(layout).map((key) => layout[key].doma
 function stacked(layout) { // panels beside each other, where there is no room for that, one below the other
   const keys = panels(layout), left = (key) => layout[key].domain?.[0] ?? 0;
   const lefts = [...new Set(keys.map(left))].sort((a, b) => a - b), tall = layout.height - layout.margin.t - layout.margin.b;
-  const whole = lefts.length * (tall + BETWEEN) - BETWEEN;
-  const place = (y, column) => ((lefts.length - 1 - column) * (tall + BETWEEN) + y * tall) / whole;
+  const bottom = (key) => layout[key.replace("x", "y")].domain?.[0] ?? 0, bottoms = [...new Set(keys.map(bottom))].sort((a, b) => b - a);
+  const pitch = bottoms.length > 1 ? (bottoms[0] - bottoms[1]) * tall : tall + BETWEEN, last = bottoms.length * lefts.length - 1;
+  const whole = last * pitch + (1 - bottoms[0]) * tall; // row by row, as they are read
+  const place = (y, column) => {
+    const row = bottoms.findIndex((low) => low <= y);
+    return ((last - row * lefts.length - column) * pitch + (y - bottoms[row]) * tall) / whole;
+  };
   for (const note of layout.annotations ?? []) {
     if (note.xref !== "paper" || note.yref !== "paper") continue;
     note.y = place(note.y, lefts.findLastIndex((x) => x <= note.x));
@@ -253,7 +266,8 @@ function stacked(layout) { // panels beside each other, where there is no room f
   }
   for (const key of keys) {
     const axis = layout[key.replace("x", "y")], column = lefts.indexOf(left(key));
-    axis.domain = (axis.domain ?? [0, 1]).map((y) => place(y, column));
+    const low = bottom(key);
+    axis.domain = (axis.domain ?? [0, 1]).map((y) => place(low, column) + ((y - low) * tall) / whole);
     if (column) axis.showticklabels = true;
   }
   for (const key of keys) layout[key].domain = [0, 1];
@@ -306,12 +320,12 @@ function under(data, layout) { // a legend beside a narrow figure takes its plac
   const named = data.filter(({ type, showlegend, name }) => ["scatter", "bar"].includes(type) && showlegend !== false && name);
   const names = [...new Set(named.map((trace) => trace.name))];
   if (!names.length || layout.showlegend === false || layout.legend?.orientation === "h") return;
-  const entry = 60 + 7 * Math.max(...names.map((name) => name.length));
-  if (layout.width >= NARROW + PANEL * (abreast(layout) - 1) && entry < layout.width / 3) return;
+  const entry = 60 + 7 * Math.max(...names.map((name) => name.length)), above = layout.height > TALL; // else it is far from the first panels
+  if (!above && layout.width >= NARROW + PANEL * (abreast(layout) - 1) && entry < layout.width / 3) return;
   const more = 12 + 22 * Math.ceil(names.length / Math.max(1, Math.floor(layout.width / entry)));
-  layout.legend = { ...layout.legend, ...BELOW };
+  layout.legend = { ...layout.legend, ...BELOW, ...(above ? { y: 1, yanchor: "top" } : {}) };
   layout.height += more;
-  layout.margin.b += more;
+  layout.margin[above ? "t" : "b"] += more;
 }
 
 const BELOW = { orientation: "h", x: 0, xref: "container", xanchor: "left", y: 0, yref: "container", yanchor: "bottom" };

@@ -47,8 +47,8 @@ def depth_page(link: Link) -> None:
         if point.at is not None:
             widgets.update_url(layer=point.at[0], behind=1)
 
-    least = PANELS_PX if link.on("compare") else FIGURE_PX
-    apart = options.is_map or len(alone) > 1  # maps take the full width
+    least = PANELS_PX if link.on("compare") and not paired else FIGURE_PX
+    apart = options.is_map or len(alone) > 1 or options.has_panels  # these take the full width
     for row in [drawn[:1], drawn[1:]] if apart else [drawn]:
         with figures_side_by_side(least) if len(row) > 1 else st.container():
             for view in row:

@@ -42,11 +42,24 @@ def differences_page(link: Link) -> None:
         widgets.page_link("differences", label, icon, set=b.group, a=a.entry.name, b=b.name, step_b=None, compare="1")
         return
     show(differences.settings, link)
+    related = differences.may_be_related(*differences.both_models(source, link))
+    if related:
+        _weights(link)
+    show(differences.moved_measures, link, about=MEASURES)
+    _documents(link)
+    if not related:  # weights of unrelated models say little
+        _weights(link)
+
+
+def _weights(link: Link) -> None:
     with toolbar("options"):
         words = differences.QUANTITIES
         quantity = widgets.choose("Quantity", "quantity", list(words), show=words.__getitem__, width=360)
     show(differences.moved_weights, link.but(quantity=quantity), about=WEIGHTS, long="Comparing weights")
-    show(differences.moved_measures, link, about=MEASURES)
+
+
+def _documents(link: Link) -> None:
+    source = cached_source()
     st.header("Documents that differ most", anchor=False)
     names = depth.measures_by_document(source, link)
     if not names:

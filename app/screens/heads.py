@@ -27,11 +27,11 @@ ABOUT = (
 COLUMNS = {
     "rank": "#",
     "name": "head",
-    "type": "type",
     "value": "value",
+    "type": "type",
     "se": "± se",
     "baseline": "baseline",
-    "init": "random init",
+    "init": "at init",
 }
 
 
@@ -55,11 +55,10 @@ def heads_page(link: Link) -> None:
                 _take_head(link, table.iloc[point.at[0]])
 
         show(heads.ranking, link, take=take)
-        named = "attention to the first token" if link.text("metric") == "sink_mass" else "value"
+        shown = table[list(COLUMNS)].rename(columns=COLUMNS | {"value": widgets.spaced(link.text("metric") or "value")})
         widgets.row_table(
             f"all_heads_{link.text('metric')}_{link.text('variant')}",
-            table[list(COLUMNS)].rename(columns=COLUMNS | {"value": named}).dropna(axis=1, how="all"),
-            heads.is_picked(table, picked), table,
+            shown.dropna(axis=1, how="all"), heads.is_picked(table, picked), table,
             lambda row: _take_head(link, row), "Ranking of all heads",
         )  # fmt: skip
     with right:

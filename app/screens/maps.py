@@ -6,6 +6,7 @@ import streamlit as st
 
 from workbench.places import module
 from workbench.views import Link, maps
+from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
@@ -32,7 +33,14 @@ GROUPS = (
 
 def maps_page(link: Link) -> None:
     source = cached_source()
-    if source.subjects(link)[0].entry.imported:
+    first = source.subjects(link)[0].entry
+    own = [e for e in source.catalogue().entries if e.steps and not (e.shipped or e.imported)]
+    if first.shipped and own and not {"a", "set"} & set(st.query_params):
+        st.caption("The runs of this folder read symbols, so the page opens on a shipped text model.")
+        widgets.page_link(
+            "maps", f"Token maps of {run_name(own[0])}", ":material/arrow_forward:", set=own[0].group, a=own[0].name
+        )
+    if first.imported:
         st.caption("The training text of an imported model is unknown: type a text.")
         link = prompt_box(link)
         link = link if link.text("stored") else link.but(prompt=source.prompt(link))
@@ -48,7 +56,11 @@ def maps_page(link: Link) -> None:
     show(maps.tokens, link, about=TOKENS, long="Drawing the map")
     show(maps.separation_by_layer, link, about=TOKENS, long="Measuring every layer")
     panel = st.expander(
-        "Heads grouped by their patterns", icon=":material/account_tree:", on_change="rerun", key="open_heads"
+        "Heads grouped by their patterns",
+        icon=":material/account_tree:",
+        on_change="rerun",
+        key="open_heads",
+        expanded="groups" in st.query_params,
     )
     if panel.open:
         with panel:

@@ -26,6 +26,7 @@ from workbench.plots.style import (
     label,
     ordered,
     symbol,
+    true_minus,
     values_by_axis,
     wrapped,
 )
@@ -96,11 +97,16 @@ def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[s
         up, down = rows["high"] - rows["value"], rows["value"] - rows["low"]
         bars = {"array": up, "arrayminus": down, "thickness": 1.4, "width": 3}
         marks = [symbol(name, series) + ("" if clear else "-open") for clear in rows["significant"]]
+        ends = [
+            true_minus("" if np.isnan(low) else f" [{low:.3g}, {high:.3g}]")
+            for low, high in rows[["low", "high"]].to_numpy(float)
+        ]
         figure.add_scatter(
             x=rows["layer"] + DODGE * (i - (len(series) - 1) / 2), y=rows["value"], mode="lines+markers", name=label(name),
-            line={"color": colour(name, series), "width": 1}, marker={"size": 8, "symbol": marks},
-            error_y=bars if rows["low"].notna().any() else None, customdata=[[int(n)] for n in rows["layer"]],
-            hovertemplate=f"{label(name)}<br>layer %{{customdata[0]}}: %{{y:.3g}}<extra></extra>",
+            line={"color": colour(name, series), "width": 1.5}, marker={"size": 8, "symbol": marks},
+            error_y=bars if rows["low"].notna().any() else None,
+            customdata=[[int(n), end] for n, end in zip(rows["layer"], ends, strict=True)],
+            hovertemplate=f"{label(name)}<br>layer %{{customdata[0]}}: %{{y:.3g}}%{{customdata[1]}}<extra></extra>",
         )  # fmt: skip
     figure.add_hline(y=0, line={"color": GREY, "dash": "dot"})
     figure.update_layout(showlegend=True)  # also of one model, which the title does not name

@@ -13,7 +13,7 @@ from workbench.plots.grids import safe, unique
 from workbench.plots.style import GREY, axis_title, colour, dressed, label, narrow, ordered, symbol
 
 ROW, MIN_HEIGHT = 19, 220
-DOCUMENT, LONGEST = 24, 60  # pixels of a document's row, and characters of its text there
+DOCUMENT, LONGEST = 34, 48  # pixels of a document's row, and characters of its text there: a phone has room for them
 WIDTH = 60
 """Characters of a subtitle's line in a column of half a page."""
 
@@ -106,14 +106,18 @@ def documents(rows: pd.DataFrame, mean: float, paint: str, title: str, under: st
     """Draw a stem from the mean to each document's value (document, value, prompt or null). Custom data: the row number."""
     texts = [" ".join(str(text or "").split()) for text in rows["prompt"]]
     texts = [text if len(text) <= LONGEST else text[: LONGEST - 1] + "…" for text in texts]
-    named = zip(rows["document"], texts, strict=True)
-    names = unique([safe(f"{d}: {text}" if text else f"document {d}") for d, text in named])
+    names = unique([str(d) for d in rows["document"]])
     values, index = rows["value"].to_numpy(dtype="float64"), [[i] for i in range(len(names))]
     stems = (mean - values, 0 * values)
-    figure = _stems(values, names, stems, paint, "document", index, "%{y}<br>%{x:.3g}<extra></extra>")
-    figure.add_vline(x=mean, line={"color": GREY, "dash": "dot"})
-    figure.update_xaxes(title_text=axis_title(*axis))
-    return dressed(figure, title, under, DOCUMENT * len(names) + 90)
+    figure = _stems(values, names, stems, paint, "document", index, "document %{y}<br>%{x:.3g}<extra></extra>")
+    mark = {"color": GREY, "symbol": "line-ns-open", "size": 12}  # a line through all rows would cross their texts
+    figure.add_scatter(x=[mean] * len(names), y=names, mode="markers", marker=mark, hoverinfo="skip", showlegend=False)
+    figure.update_xaxes(title_text=axis_title(*axis)).update_yaxes(title_text="document")
+    drawn = dressed(figure, title, under, DOCUMENT * len(names) + 90)
+    for i, text in enumerate(texts):
+        place = {"xref": "paper", "x": 0, "xanchor": "left", "y": i, "yanchor": "bottom", "yshift": 5}
+        drawn.add_annotation(text=safe(text), showarrow=False, font_size=11, **place)
+    return drawn
 
 
 def _stems(

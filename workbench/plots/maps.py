@@ -15,7 +15,7 @@ from workbench.plots.style import GREY, PANEL, SEQUENTIAL, at_least, colour, col
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c18a00", "#0497fc")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
-NAMED = 12  # tokens with a colour and a mark
+NAMED, MOST = 12, 600  # tokens with a colour and a mark, largest width of one panel
 FAINT = "rgba(128,128,128,0.35)"
 
 
@@ -47,7 +47,9 @@ def token_map_figure(
                 look = {"color": COLOURS[n % len(COLOURS)], "symbol": mark, "size": 7}
                 parts.append((words[token], points[points["token"] == token], look))
         else:
-            parts.append((by, points, {"color": points[by].to_numpy(), "coloraxis": "coloraxis", "size": 5}))
+            parts.append((by, points, {
+                "color": points[by].to_numpy(), "coloraxis": "coloraxis", "size": 6, "line": {"color": GREY, "width": 0.8},
+            }))  # fmt: skip
         for name, rows, marker in parts:
             figure.add_scatter(
                 x=rows["x"], y=rows["y"], mode="markers", name=name, legendgroup=name, showlegend=by == "token" and i == 1,
@@ -68,7 +70,9 @@ def token_map_figure(
         top = max(float(points[by].max()) for _, points in panels)
         figure.update_layout(coloraxis=colour_axis(SEQUENTIAL, 0, max(top, 1), by))
     drawn = dressed(figure, title, under, 460)
-    return at_least(drawn, PANEL * len(panels)) if len(panels) > 1 else drawn
+    if len(panels) > 1:
+        return at_least(drawn, PANEL * len(panels))
+    return drawn.update_layout(meta={"most": MOST})  # a wider one has its legend far from its square
 
 
 def separation_figure(table: pd.DataFrame, title: str, under: str) -> go.Figure:
@@ -89,9 +93,12 @@ def separation_figure(table: pd.DataFrame, title: str, under: str) -> go.Figure:
             )  # fmt: skip
             figure.add_scatter(
                 x=rows["layer"], y=rows["chance"], mode="lines", name="chance", legendgroup="chance", hoverinfo="skip",
-                showlegend=i == 1 and name == series[0], line={"color": look if len(series) > 1 else GREY, "dash": "dot", "width": 1.5},
+                showlegend=False, line={"color": look if len(series) > 1 else GREY, "dash": "dot", "width": 1.5},
                 row=1, col=i,
             )  # fmt: skip
+    figure.add_scatter(
+        x=[None], y=[None], mode="lines", name="chance", line={"color": GREY, "dash": "dot", "width": 1.5}
+    )
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(table["layer"]))
     figure.update_yaxes(title_text="", range=[min(-0.05, float(np.nanmin(table[["value", "chance"]])) - 0.05), 1.05])
     return at_least(dressed(figure, title, under, 300), 3 * 250)

@@ -35,10 +35,12 @@ from workbench.plots.style import (
     site,
     subtitle,
     symbol,
+    true_minus,
     values_by_axis,
     words,
     wrapped,
 )
+from workbench.plots.style import part as part_of
 from workbench.runs.tables import as_records
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds, t_quantile
 
@@ -55,9 +57,9 @@ MAX_WHOLE = 16  # largest span of an integer axis with a tick at each number
 INIT, CONTROL = "step 0 (random init)", "control"
 DASHES = {"none": "dashdot", "uniform_causal": "dot"}  # of controls, the others "longdash"
 CONTROLS = {"none": "ratio 1: like the other tokens"}  # in words
-EQUAL, NEAR, SQUEEZED, AIR = 1e-9, 0.03, 4.0, 0.08
+EQUAL, NEAR, SQUEEZED, AIR, SHARE = 1e-9, 0.03, 4.0, 0.08, 0.25
 """What makes no difference; share of the range within which lines coincide; how many times the lines' range the baselines may need; air
-above and below lines, of their range."""
+above and below lines, of their range; least largest share of a map whose colours span 0 to 1."""
 
 
 @dataclass
@@ -136,11 +138,11 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
     varying = [k for k in KEY if k != "unit" and frame[k].nunique(dropna=False) > 1]
     for group, rows in frame.groupby(KEY, dropna=False, sort=False):
         key: tuple[Any, ...] = tuple(group)
-        if rows["control"].notna().all():
+        if rows["control"].notna().all() or (form == "profile" and rows["layer"].isna().all()):
             continue
         values = dict(zip(KEY, key, strict=True))
         given = [k for k in varying if not pd.isna(values[k])]
-        name = ", ".join("T = " * (k == "T") + (site if k == "site" else words)(values[k]) for k in given)
+        name = ", ".join("T = " * (k == "T") + {"site": site, "part": part_of}.get(k, words)(values[k]) for k in given)
         if "data" in varying and pd.isna(values["data"]):  # logged by training, beside what was measured on other data
             name = ", ".join(filter(None, ("training batches", name)))
         if minus := str(values["unit"]).endswith(MINUS):
@@ -267,7 +269,7 @@ def _map_words(frame: pd.DataFrame, white: Mapping[float | None, bool]) -> Itera
     for control, rows in frame[frame["control"].notna()].groupby("control"):
         if rows["value"].max() - rows["value"].min() < EQUAL:
             value = float(rows["value"].iloc[0])
-            yield f"{'white: ' if white.get(value) else ''}{words(control)}, {value:.3g}"
+            yield f"{'white: ' if white.get(value) else ''}{words(control)}: {value:.3g}"
 
 
 def _link_axes(figure: go.Figure, panels: Sequence[Panel], columns: int, *, logarithmic: bool) -> list[str]:
@@ -329,7 +331,7 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: fl
     signed = low < 0 < high or unit.endswith(MINUS)
     whole = not signed and low >= 0 and unit.startswith("share") and (rows[["position", "index"]].nunique() < 2).all()
     limit = max(-low, high) or 1.0
-    span = (-limit, limit) if signed else (0.0, 1.0) if whole else (low, high)
+    span = (-limit, limit) if signed else (0.0, 1.0 if high >= SHARE else high) if whole else (low, high)
     if high - low <= NOISE * max(-low, high):  # equal values have one colour, not those of their rounding
         span = span if signed or whole else (min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
     white = baseline is not None and low < baseline < high and (low < 0 or 2 * baseline >= high)
@@ -357,15 +359,15 @@ def _curve(
     if n > 1 and (spread == "ci" or (paired and n >= MIN_SEEDS)):
         intervals = [over_seeds(values.dropna()) for _, values in runs.iterrows()]
         low, high = ([getattr(i, end) for i in intervals] for end in ("low", "high"))
-        kind = (
-            f"{confidence()} interval over {n} paired seeds" if paired else f"band: {confidence()} interval over seeds"
-        )
+        kind = f"band: {confidence()} interval over seeds"
+        kind = f"mean and {confidence()} interval over {n} paired seeds" if paired else kind
         return curve.assign(low=low, high=high), kind, True
     if n > 1 and spread == "se":
         se = runs.std(axis=1, ddof=1) / np.sqrt(runs.notna().sum(axis=1))
         return curve.assign(low=mean - se, high=mean + se), "band: ± standard error over seeds", True
     if n > 1:
-        return curve.assign(low=runs.min(axis=1), high=runs.max(axis=1)), "band: range over seeds", True
+        kind = f"mean and range over {n} paired seeds" if paired else "band: range over seeds"
+        return curve.assign(low=runs.min(axis=1), high=runs.max(axis=1)), kind, True
     se = rows.groupby(x)["se"].mean().reindex(mean.index).astype("float64")
     if not se.notna().any():
         return curve, "", False
@@ -392,9 +394,12 @@ def lines(
                 curve = curve.iloc[np.unique(np.linspace(0, len(curve) - 1, MAX_POINTS).round().astype(int))]
             alone = paired and part["run"].nunique() == 1
             if band and alone:
-                band = "± standard error as if the documents of A and B were independent, one pair of runs"
+                band = "one pair of runs, ± standard error with the documents of A and B taken as independent"
             note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
+            seeds = part.groupby(x)["run"].nunique()
+            few = f"{label(architecture)}: {seeds.min()} to {seeds.max()} seeds, depending on the {x}"
             legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
+            legend.bands.add(few if of_seeds and seeds.min() < seeds.max() else "")
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init, of_seeds=of_seeds)
     controls = rows[rows["control"].notna()]
     if at_init:  # of what is drawn in full, not a mean with those of random init
@@ -409,7 +414,7 @@ def lines(
         legend.names.add(str(control))
         init = measured[measured["step"] == 0].groupby(x)["value"].mean() if at_init else measured.iloc[:0]["value"]
         if len(init) and (init - line).abs().max() < NEAR * np.ptp([*measured["value"], *line]):
-            legend.bands.add(f"step 0: equal to {name}")
+            legend.bands.add(f"step 0 coincides with {name}")
         above = control == "uniform_causal" and (measured["value"] > line.max()).any()
         if above and measured["metric"].iloc[0] == "importance_entropy" and measured["variant"].isna().all():
             legend.bands.add("the maximum is ln T, above uniform causal")
@@ -469,10 +474,18 @@ def _draw_map(figure: go.Figure, panel: Panel, where: dict[str, int]) -> None:
     hover = f"{panel.title.split(':')[0]}<br>layer %{{y}}, {axis} %{{x}}: %{{z:.3g}}<extra></extra>"
     key = _scale_key(panel.rows)
     z, x, y = grid.to_numpy(dtype="float32"), grid.columns.astype(int).tolist(), grid.index.astype(int).tolist()
-    printed = "%{z:.2g}" if z.size <= MAX_PRINTED and z.shape[1] <= MAX_ABREAST else None
-    figure.add_heatmap(z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, texttemplate=printed, **where)
+    printed = z.size <= MAX_PRINTED and z.shape[1] <= MAX_ABREAST
+    text = (
+        [[true_minus(f"{v:#.2g}".removesuffix(".")) if np.isfinite(v) else "" for v in row] for row in z]
+        if printed
+        else None
+    )
+    figure.add_heatmap(
+        z=z, x=x, y=y, name=panel.title, meta=key, hovertemplate=hover, text=text, texttemplate="%{text}" if printed else None,
+        textfont_size=11, **where,
+    )  # fmt: skip
     figure.update_xaxes(title_text=axis, dtick=whole_ticks(grid.columns), **where)
-    figure.update_yaxes(title_text="layer", dtick=whole_ticks(grid.index), **where)
+    figure.update_yaxes(title_text="layer", dtick=whole_ticks(grid.index), showgrid=False, zeroline=False, **where)
 
 
 def _draw_bars(figure: go.Figure, panel: Panel, where: dict[str, int], legend: Legend) -> None:

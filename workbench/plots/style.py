@@ -162,6 +162,15 @@ def words(name: Any) -> str:
     return "" if pd.isna(name) else markup.escape(str(name)).replace("_", " ")
 
 
+def part(name: Any) -> str:
+    """A matrix or a term of a sum in words: `W_V`, `embedding`, `MLP 0`, `attention 2 to MLP 2`."""
+    if str(name).startswith("W_"):
+        return markup.escape(str(name))
+    terms = [re.fullmatch(r"(\d+)_(attn|mlp)_out", term) for term in str(name).split(":")]
+    named = [f"{'MLP' if term[2] == 'mlp' else 'attention'} {term[1]}" for term in terms if term]
+    return " to ".join(named) if len(named) == len(terms) else "embedding" if name == "embed" else words(name)
+
+
 def wrapped(text: str, width: int) -> str:
     """Lines of at most `width` characters."""
     return "<br>".join(textwrap.wrap(text, width, break_on_hyphens=False))
@@ -217,7 +226,7 @@ def beyond_range(unit: object, value: pd.Series, low: pd.Series, high: pd.Series
     bounded = str(unit).startswith("share") and value.min() >= least and value.max() <= 1.0
     if not bounded or not (low.min() < least or high.max() > 1.0):  # NaN: no interval
         return ""
-    return f"an interval passes {least:g} or 1: so few seeds do not bound this share".replace("-", "−")
+    return f"intervals beyond {least:g} or 1 come from the small number of seeds".replace("-", "−")
 
 
 def positions_of(rows: pd.DataFrame) -> str:

@@ -412,7 +412,7 @@ def measure_differences(
     seeds = max(map(len, each.values()))
     partly = len(alone.intersection(each))
     over = (
-        f" {partly} of {len(each)} measures are means over the layers, heads, positions and documents that both have."
+        f" For {partly} of {len(each)} measures, only the layers, heads, positions and documents that both have count."
     )
     over = over if partly else ""
     if not tested:

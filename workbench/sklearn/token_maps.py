@@ -116,7 +116,7 @@ def map_of(
         try:
             import umap
         except ImportError:
-            raise WorkbenchError("UMAP is not installed: `pip install umap-learn`, or choose pca or lda") from None
+            raise WorkbenchError("UMAP is not installed. Run pip install umap-learn, or choose PCA or LDA.") from None
         reducer = umap.UMAP(n_components=2, n_neighbors=min(15, len(shown) - 1), random_state=seed, n_jobs=1)
         project = reducer.fit(X[shown]).transform
     points = in_plane(project, seen)

@@ -25,6 +25,7 @@ from workbench.statistics.intervals import MIN_SEEDS, confidence, paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
 from workbench.views import depth_weights  # noqa: F401  (a view of this page)
 from workbench.views.base import ONE_SEED, Drawing, view
+from workbench.views.follow import number as digits
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
 from workbench.views.source import LETTERS, RunAtStep, Source
@@ -38,6 +39,8 @@ AXES = {
     "profile": "layer", "positions": "position", "heads": "head", "ranks": "index", "pairs": "source", "steps": "step",
 }  # fmt: skip
 MAPS = ("positions", "heads", "pairs")
+NO_MEAN = ("source", "index", "part")
+"""Axes whose mean has no meaning: the other layer, ranks, and matrices or terms of a sum."""
 RELATIVE = "relative depth: 0 the first layer, 1 the last"
 METRIC = "token_identity_share"
 FIRST = ("importance_entropy", METRIC, "sink_mass", "loss")
@@ -48,7 +51,7 @@ ORDERS = {
     "highest": "with the highest values",
     "lowest": "with the lowest values",
 }
-ORDERS_OF_TWO = {"furthest": "largest difference", "lowest": "A lower", "highest": "A higher"}
+ORDERS_OF_TWO = {"furthest": "largest difference", "lowest": "lowest A − B", "highest": "highest A − B"}
 """The same for the difference of two models, where the furthest is the largest of either sign."""
 MOST, OPENING = 10, 48  # documents that are shown; tokens of an excerpt, roughly
 
@@ -69,13 +72,20 @@ class DepthOptions(Measure):
 
     @property
     def is_paired(self) -> bool:
-        """True if the models can be subtracted by layer: layers vary, and more than one series or run is selected."""
-        return "profile" in self.forms and self.rows["run"].nunique() > 1
+        """True if the models can be subtracted by layer: layers vary, no other axis needs a mean, and several runs are selected."""
+        one = (self.rows[list(NO_MEAN)].nunique() < 2).all()
+        return "profile" in self.forms and bool(one) and self.rows["run"].nunique() > 1
 
     @property
     def has_course(self) -> bool:
         """True if the mean over layers makes sense over training; ranks and pairs of layers have no mean."""
         return "steps" in self.forms and self.form != "steps" and not {"ranks", "pairs"} & set(self.forms)
+
+    @property
+    def has_panels(self) -> bool:
+        """True if it is drawn as several panels of lines: one for each part, or over training for each layer or head."""
+        axes = ["part", *(("layer", "head") if self.form == "steps" else ())]
+        return bool((self.rows[axes].nunique() > 1).any())
 
     @property
     def is_map(self) -> bool:
@@ -149,10 +159,14 @@ def layers(source: Source, link: Link) -> Drawing:
         more_seeds = [(_relative(a), _relative(b)) for a, b in more_seeds]
     elif link.on("depth"):
         sentences.append("Relative depth applies to lines over layers only.")
-    title = f"{_title(selected)}{'' if compare else selected.at_step}"
     everything = pd.concat(stored, ignore_index=True)
+    if form == "steps" and everything["head"].nunique() > 1 and everything["run"].nunique() > 1:
+        sentences.append("Heads of different runs with equal numbers are unrelated.")
+    title = _title(selected) + (" over training" if form == "steps" else "" if compare else selected.at_step)
     look: dict[str, Any] = {"form": form, "title": title, "spread": selected.spread}
-    figure = plots.compared(stored, more_seeds, **look) if compare else plots.plot(everything, **look)
+    once = more_seeds and (form or plots.form_of(everything)) == "profile" and has_pairs(source, link, selected)
+    minus = compare and not once  # the paired difference is a figure of its own, with adjusted intervals
+    figure = plots.compared(stored, more_seeds, **look) if minus else plots.plot(everything, **look)
     if relative:  # in all panels, also where only the ends, 0 and 1, are left
         figure.for_each_xaxis(lambda a: a.update(title_text=RELATIVE if a.title.text else "", dtick=None))
     return Drawing(figure, everything, " ".join(sentences))
@@ -180,7 +194,9 @@ def differences(source: Source, link: Link) -> Drawing:
     """Draw the paired difference by layer over seeds with its interval. Each model is compared with the Transformer, or A with B."""
     selected = depth_options(source, link)
     if not selected.is_paired:
-        raise WorkbenchError("no layers to pair, or one model only")
+        raise WorkbenchError(
+            "a difference by layer needs two models and one number per layer, or a mean over heads or positions"
+        )
     models: dict[str, tuple[list[Entry], int | None]] = {}
     if link.on("compare"):
         a, b = source.subjects(link)
@@ -190,9 +206,11 @@ def differences(source: Source, link: Link) -> Drawing:
             models[key] = [e for e in source.catalogue().entries if (e.group, e.series) == alike], subject.step
         if models[a.entry.series][0] == models[base][0] and a.step == b.step:
             raise WorkbenchError("A and B are two seeds of one model at one step: their difference is chance")
-        words = f", {plots.label(a.entry.series)} minus {plots.label(b.entry.series)}"
+        at = ["" if a.step == b.step else s.entry.at_step(s.step) for s in (a, b)]
+        words = f", {plots.label(a.entry.series)}{at[0]} minus {plots.label(b.entry.series)}{at[1]}"
+        words += a.entry.at_step(a.step) if a.step == b.step else ""
     else:
-        base, words = VANILLA, " minus the Transformer's"
+        base, words = VANILLA, f": difference from the Transformer{selected.at_step}"
         for entry in source.chosen(link):
             models.setdefault(entry.series, ([], selected.step))[0].append(entry)
         if base not in models:
@@ -221,13 +239,14 @@ def differences(source: Source, link: Link) -> Drawing:
     seeds = f"{few}{f' to {most}' if most > few else ''} paired seed{'s' * (most > 1)}"
     shown = table if most >= MIN_SEEDS else table.assign(low=float("nan"), high=float("nan"))
     whisker = f"whisker: {confidence()} interval, Holm-adjusted over {len(tested)} comparisons; hollow: includes 0"
-    whisker = whisker if tested else ""
+    whisker = whisker if tested else f"hollow: not tested, which takes {MIN_SEEDS} seeds"
+    axes = [f"{axis}s" for axis in ("head", "position") if selected.rows[axis].nunique() > 1]
     control = selected.rows["control"].isna()
     unit = str(selected.rows["unit"].dropna().iloc[0]) if selected.rows["unit"].notna().any() else ""
-    under = "; ".join(filter(None, (f"mean over {seeds}" if most > 1 else seeds, whisker)))
+    over = [*([seeds] if most > 1 else []), *axes]
+    under = "; ".join(filter(None, ("" if most > 1 else seeds, f"mean over {listed(over)}" if over else "", whisker)))
     axis = f"{unit}, difference", plots.reading_direction(selected.rows[control])
-    title = f"{_title(selected)}{words}{'' if link.on('compare') else selected.at_step}"
-    figure = plots.layer_differences(shown, title, under, axis)
+    figure = plots.layer_differences(shown, f"{_title(selected)}{words}", under, axis)
     sentences = []
     for model, part in table.groupby("architecture", sort=False):
         layers_of = part.loc[part["significant"], "layer"].astype(str).tolist()
@@ -243,7 +262,9 @@ def has_pairs(source: Source, link: Link, selected: DepthOptions) -> bool:
     if not selected.is_paired:
         return False
     if not link.on("compare"):
-        series = {e.series for e in source.chosen(link)}
+        rows = selected.rows if selected.step is None else selected.rows[selected.rows["step"] == selected.step]
+        stored = set(rows.loc[rows["control"].isna(), "architecture"])
+        series = {e.series for e in source.chosen(link)} & stored
         return VANILLA in series and len(series) > 1
     a, b = source.subjects(link)
     of = [(s.entry.group, s.entry.series) for s in (a, b)]
@@ -285,7 +306,11 @@ def _more_seeds(
 
 
 def _of(rows: pd.DataFrame, subject: RunAtStep, form: str | None) -> pd.DataFrame:
-    own = rows[rows["run"] == subject.entry.name].assign(architecture=subject.series)
+    series = subject.series
+    series = (
+        series.removesuffix(subject.entry.at_step(subject.step)) if form == "steps" else series
+    )  # all steps are drawn
+    own = rows[rows["run"] == subject.entry.name].assign(architecture=series)
     return one_sample(_at(own, subject.step, form)) if len(own) else own
 
 
@@ -426,16 +451,17 @@ def behind(source: Source, link: Link) -> Drawing:
     at = "".join(f", {kind} {n}" for kind, n in (("layer", number.layer), ("head", number.head)) if n is not None)
     of = f"{architecture_label(number.entry.series)}, seed {number.entry.seed}{number.entry.at_step(number.step)}"
     of = f"{plots.MINUS}: {' minus '.join(s.name for s in source.subjects(link))}" if minus else of
-    ordered = f"ordered by {ORDERS_OF_TWO[order]}" if minus else ORDERS[order]
-    under = f"{of}; the {len(table)} of {len(values)} documents {ordered}; dotted: {'0' if minus else 'mean of all'}"
+    ordered = f", {ORDERS_OF_TWO[order]} first" if minus else f" {ORDERS[order]}"
+    under = f"{of}; {len(table)} of {len(values)} documents{ordered}; tick: {'0' if minus else 'mean of all'}"
     own = selected.rows[selected.rows["run"] == number.entry.name]
     what = "difference by document" if minus else "documents"
     figure = documents(
-        table, 0.0 if minus else values.mean(), plots.colour(number.entry.series), f"{_title(selected)}{at}: {what}", under,
+        table, 0.0 if minus else values.mean(), plots.colour(plots.MINUS if minus else number.entry.series),
+        f"{_title(selected)}{at}: {what}", under,
         (f"{number.unit}, difference", "") if minus else (number.unit, plots.reading_direction(own)),
     )  # fmt: skip
     without = values.drop(table["document"]).mean() if len(values) > len(table) else float("nan")
-    sentence = f"Mean {values.mean():.3g}; without these {len(table)} documents {without:.3g}."
+    sentence = f"Mean {digits(values.mean())}; without these {len(table)} documents {digits(without)}."
     if table["prompt"].isna().all():
         sentence += " No texts: the documents are not those of the run's own data."
     if minus and len({s.entry.architecture for s in source.subjects(link)}) > 1:

@@ -77,7 +77,8 @@ def read_model(source: Source, subject: RunAtStep) -> tuple[pd.DataFrame, str]:
         frame, words = _of_files(run.step_folder(subject.step))
     except BadCheckpoint as reason:
         if not run.observed:
-            raise WorkbenchError(f"{subject.title} has no learned depth weights: {reason}") from reason
+            short = str(reason).partition("; it has ")[0]  # the names of all its weights fill a page
+            raise WorkbenchError(f"{subject.title} has no learned depth weights: {short}") from reason
         paths = source.model(subject).value_paths()
         paths = paths[paths["into"].isin(INTO) & paths["coefficient"].notna()]
         if not ((paths["source"] != "own") | ((paths["coefficient"] - 1).abs() > 1e-6)).any():

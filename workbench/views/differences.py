@@ -10,7 +10,7 @@ from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import OPTION_LABELS, architecture_label
 from workbench.plots.grids import safe
-from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed
+from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed, true_minus, wrapped
 from workbench.reports.differences import (
     SECTIONS,
     measure_differences,
@@ -34,7 +34,7 @@ QUANTITIES = {
     "overlap_in": "overlap with A's directions, input side",
 }
 """Columns of the table of weights, in words."""
-UNITS = {"relative": "size", "top_share": "share", "overlap_out": "overlap", "overlap_in": "overlap"}
+UNITS = {"relative": "ratio", "top_share": "share", "overlap_out": "overlap", "overlap_in": "overlap"}
 SETTINGS = {
     "architecture": "architecture", "seed": "seed", "model.n_layers": "layers", "model.d_model": "width", "model.n_heads": "heads",
     "model.d_mlp": "MLP width", "model.d_vocab": "vocabulary size", "model.n_ctx": "longest context (tokens)",
@@ -88,19 +88,25 @@ def settings(source: Source, link: Link) -> Drawing:
         raise WorkbenchError("A and B have equal settings.")
     figure = go.Figure()
     keys = [str(key) for key in table["setting"]]
-    rows = plots.unique([safe(setting_label(key)) for key in keys])
+    rows = plots.unique([wrapped(safe(setting_label(key)), LONGEST) for key in keys])
     for column in table.columns[1:]:
         values = [PLAIN.get(value, architecture_label(value)) or "–" for value in table[column]]
+        name = safe(column).replace(plots.DETAIL, "<br>").replace(", step", "<br>step")
         figure.add_scatter(
-            x=[safe(column).replace(", step", "<br>step")] * len(table), y=rows, mode="text", name=safe(column), showlegend=False,
+            x=[name] * len(table), y=rows, mode="text", name=safe(column), showlegend=False,
             text=[safe(short(value, LONGEST)) for value in values],
             customdata=[[safe(key), safe(value)] for key, value in zip(keys, values, strict=True)],
             hovertemplate="%{y}<br>%{customdata[0]} = %{customdata[1]}<extra></extra>",
         )  # fmt: skip
     figure.update_yaxes(type="category", range=[len(table) - 0.5, -0.9], showgrid=False)
-    figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5])
-    figure = dressed(figure, "Settings that differ", "", 80 + ROW * (len(table) + 1))
-    return Drawing(at_least(figure, 380), table)
+    figure.update_xaxes(type="category", side="top", showgrid=False, range=[-0.5, 1.5], tickangle=0)
+    figure = dressed(figure, "Settings that differ", "", 70 + ROW * (len(table) + 1)).update_layout(margin_b=4)
+    return Drawing(figure, table)
+
+
+def may_be_related(a: RunAtStep, b: RunAtStep) -> bool:
+    """Return True if one model may have been trained from the other: two steps of one run, or an imported model."""
+    return a.entry.path == b.entry.path or bool(a.entry.imported or b.entry.imported)
 
 
 @view("differences", "weights")
@@ -125,7 +131,7 @@ def moved_weights(source: Source, link: Link) -> Drawing:
         cells.to_numpy(dtype=float), [str(name).removesuffix(".weight") for name in cells.index], [str(n) for n in cells.columns],
         UNITS[quantity], "matrix", "layer", texts=np.vectorize("{:.2g}".format)(cells.to_numpy(dtype=float)), upward=False,
     )  # fmt: skip
-    under = f"{QUANTITIES[quantity]}; B: {b.name}; A: {a.name}"
+    under = f"{QUANTITIES[quantity]}; A: {a.name}; B: {b.name}"
     if quantity.startswith("overlap"):
         chance = rows[quantity.replace("overlap", "chance")]
         under += f"; random directions: {chance.min():.2g} to {chance.max():.2g}"
@@ -133,17 +139,20 @@ def moved_weights(source: Source, link: Link) -> Drawing:
     sentence = f"Largest difference: {largest['tensor']}, {largest['relative']:.3g} of A's size."
     one_run = a.entry.path == b.entry.path
     if not one_run:
-        trained = "" if a.entry.imported or b.entry.imported else "A and B were not trained from one another. "
+        trained = "" if may_be_related(a, b) else "A and B were not trained from one another. "
         sentence += f" {trained}Two unrelated matrices of equal size differ by 1.41 (√2)."
     figure = plots.grids([("", grid)], "Weights that moved" if one_run else "Weights that differ", under)
-    return Drawing(at_least(figure, 260 + 36 * min(len(cells.columns), 12)), changes, sentence)
+    figure.update_coloraxes(showscale=False)  # the cells have their numbers
+    return Drawing(at_least(figure, 140 + 34 * min(len(cells.columns), 12)), changes, sentence)
 
 
 @view("differences", "measures")
 def moved_measures(source: Source, link: Link) -> Drawing:
     """Stored measures of A minus B over shared seeds, or documents; beyond ±1 the difference exceeds their noise."""
-    sides = []
-    for subject in both_models(source, link):
+    sides, (one, other) = [], both_models(source, link)
+    if (one.entry.group, one.entry.series, one.step) == (other.entry.group, other.entry.series, other.step):
+        raise WorkbenchError("A and B are two seeds of one model at one step: their difference is chance")
+    for subject in (one, other):
         entry = subject.entry
         alike = [e for e in source.catalogue().entries if (e.group, e.series) == (entry.group, entry.series)]
         sides.append(stored_rows(alike, subject.step, source.cache.records, source.cache.telemetry))
@@ -159,22 +168,27 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     if shown.empty:
         raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
     if left_out := len(table) - len(shown):
-        sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} not drawn."
+        sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} in the table only."
     names = []
     for row in shown.to_dict("records"):
         of = [row[k] for k in ("site", "variant", "part") if row[k] is not None]
         parts = [str(row["metric"]).replace("_", " "), *(SITES.get(x, str(x).replace("_", " ")) for x in of)]
         names.append(", ".join([*parts, str(row["data"])] if row["metric"] == "validation_loss" else parts))
     hollow = ["circle" if moved else "circle-open" for moved in shown["moved"]]
+    ends = shown[["difference", "low", "high"]].to_numpy(float)
+    intervals = [true_minus(f"{value:.3g} [{low:.3g}, {high:.3g}]") for value, low, high in ends]
     figure = go.Figure(go.Scatter(
         x=shown["relative"], y=plots.unique([safe(n) for n in names]), mode="markers", showlegend=False,
-        marker={"color": MINUS_COLOUR, "size": 9, "symbol": hollow}, customdata=shown[["difference", "low", "high"]].to_numpy(),
-        hovertemplate="%{y}<br>%{customdata[0]:.4g} [%{customdata[1]:.4g}, %{customdata[2]:.4g}]<extra></extra>",
+        marker={"color": MINUS_COLOUR, "size": 9, "symbol": hollow}, customdata=[[interval] for interval in intervals],
+        hovertemplate="%{y}<br>%{customdata[0]}<extra></extra>",
     ))  # fmt: skip
     for x in (-1, 0, 1):
         figure.add_vline(x=x, line={"color": GREY, "dash": "dot" if x else "solid", "width": 1})
-    figure.update_xaxes(title_text="(A − B) / half its interval")
+    end = 1.08 * max(1.0, float(shown["relative"].abs().max()))
+    figure.update_xaxes(title_text="(A − B) / half its interval", range=[-end, end], zeroline=False)
     seeds = int(shown["seeds"].max())
     noise = f"{seeds} seeds" if seeds >= MIN_SEEDS else "over documents of 1 seed"
-    under = f"A: {a}; B: {b}; {noise}; interval: {confidence()}, Holm-adjusted; hollow: not significant"
-    return Drawing(dressed(figure, "Measures that differ", under, 120 + ROW * len(shown)), table, sentence)
+    under = (
+        f"A: {a}; B: {b}; {noise}; dotted: end of the {confidence()} interval, Holm-adjusted; hollow: not significant"
+    )
+    return Drawing(dressed(figure, "Differences of stored measures", under, 120 + ROW * len(shown)), table, sentence)

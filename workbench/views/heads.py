@@ -16,11 +16,13 @@ from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots import heads as figures
 from workbench.plots.grids import signed
+from workbench.plots.style import at_least
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
 from workbench.statistics.sinks import SINK_MASS
 from workbench.views.base import Drawing, view
+from workbench.views.follow import number as digits
 from workbench.views.link import Link
 from workbench.views.measures import PLAIN, Measure, select, unmeasured
 from workbench.views.positions import short
@@ -32,7 +34,7 @@ ENDS = {"highest": "highest first", "lowest": "lowest first", "type": "by type"}
 OF_TYPE = 6  # heads of each type in the figure
 DOCUMENTS, MAX_T, PASSAGES = 32, 256, 10
 """Validation documents that are read, most tokens of each, passages that are shown."""
-SINK_DOCUMENTS = 4  # that are read at each checkpoint
+SINK_DOCUMENTS, AROUND, CELL = 4, 130, 40  # that are read at each checkpoint; pixels around their map, of a cell
 TYPES = {
     "sink": ("sink_mass", None, SINK_MASS), "previous token": ("induction_score", "previous", 0.4),
     "induction": ("induction_score", None, 0.4),
@@ -84,8 +86,12 @@ def head_options(source: Source, link: Link) -> HeadOptions:
     rows = source.records(runs, [metric])
     measure = select(link, metrics, metric, rows, rows[of_heads(rows)])
     rows = measure.rows[of_heads(measure.rows) | measure.rows["control"].notna()]
-    end = link.choice("end", ENDS, "lowest" if plots.reading_direction(rows).startswith("lower") else "highest")
+    end = link.choice("end", ENDS, "lowest" if _lower_is_more(rows) else "highest")
     return HeadOptions(**vars(replace(measure, rows=rows)), end=end)
+
+
+def _lower_is_more(rows: pd.DataFrame) -> bool:
+    return plots.reading_direction(rows).startswith("lower")
 
 
 def of_layers(source: Source, link: Link, selected: HeadOptions) -> list[str]:
@@ -159,7 +165,8 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
         heads = zip(table["whose"], table["layer"], table["head"], strict=True)
         table = table.assign(name=[f"{whose}{plots.DETAIL}L{n} H{h}" for whose, n, h in heads]).drop(columns="whose")
         table = table.sort_values(["run", "tag", "layer", "head"], kind="stable")
-        table = table.sort_values("value", ascending=selected.end == "lowest", kind="stable")
+        lowest = selected.end == "lowest" or (selected.end == "type" and _lower_is_more(table))
+        table = table.sort_values("value", ascending=lowest, kind="stable")
         types = head_types(source, _runs(source, link))
         table["type"] = [
             types.get(place, "") for place in zip(table["run"], table["layer"], table["head"], strict=True)
@@ -343,13 +350,13 @@ def passages(source: Source, link: Link) -> Drawing:
     first = table.iloc[0]
     under = (
         f"largest weight in each of {len(ids)} documents of {ids.shape[1]} tokens{picked.entry.at_step(subject.step)}; position 0, "
-        f"which gets {first_position:.2f} of the attention on average, and the query itself are excluded"
+        f"which gets {digits(first_position)} of the attention on average, and the query itself are excluded"
     )
     drawn = table.assign(**{c: table[c].map(short) for c in ("key token", "query token")})
     sentence = (
-        f"Largest weight: {first['weight']:.2f} from “{first['query token']}” (token {first['query']}) to “{first['key token']}” "
-        f"(token {first['key']}, {first['distance']} back); smallest shown: {table['weight'].iloc[-1]:.2f}. "
-        f"Mean attention to position 0{', an attention sink' if first_position > SINK_MASS else ''}: {first_position:.2f}."
+        f"Largest weight: {digits(first['weight'])} from “{first['query token']}” (token {first['query']}) to “{first['key token']}” "
+        f"(token {first['key']}, {first['distance']} back); smallest shown: {digits(table['weight'].iloc[-1])}. "
+        f"Mean attention to position 0{', an attention sink' if first_position > SINK_MASS else ''}: {digits(first_position)}."
     )
     figure = figures.pairs_figure(
         drawn, plots.colour(picked.entry.series), f"{picked.name}: largest attention weights", under
@@ -402,6 +409,8 @@ def sink(source: Source, link: Link) -> Drawing:
         [(picked.name, grid)], f"{picked.name}: sink score by part",
         f"score of the first token minus the mean of the other keys; mean over queries of {SINK_DOCUMENTS} validation documents",
     )  # fmt: skip
+    figure.update_coloraxes(showscale=False)  # the cells have their numbers
+    at_least(figure, AROUND + CELL * len(cells.columns))
     return Drawing(figure, table, f"Step {entry.steps[-1]}: {results[picked.head].sentence}")
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.plots.maps import separation_figure, token_map_figure
-from workbench.plots.style import wrapped
+from workbench.plots.style import at_least, wrapped
 from workbench.views.base import Drawing, view
 from workbench.views.heads import validation_ids
 from workbench.views.link import Link
@@ -26,10 +26,11 @@ SITES = {
 }  # fmt: skip
 METHODS = {"pca": "PCA", "lda": "LDA", "umap": "UMAP"}
 COLOURS = {"token": "token", "position": "position", "document": "document"}
-GROUPS, DOCUMENTS = 4, 16
+GROUPS, DOCUMENTS, BAR, ROW, AROUND = 4, 16, 46, 17, 220
+"""Groups of heads, documents that are read; pixels of a colour bar above a map, of a head's row, and around the rows."""
 AXES = {"pca": "principal component", "lda": "linear discriminant", "umap": "UMAP coordinate"}
 FIT = {
-    "pca": "principal components of all {n:,} vectors", "lda": "discriminants of the even documents; points of the odd ones",
+    "pca": "principal components of all {n:,} vectors", "lda": "discriminants fitted to the even documents; points of the odd ones",
     "umap": "UMAP of the points",
 }  # fmt: skip
 
@@ -173,5 +174,11 @@ def groups(source: Source, link: Link) -> Drawing:
     )  # fmt: skip
     under = f"{sample(source, link)[1]}; numbers: shares; colour: standard deviations (SD) from the heads' mean; {count} groups (Ward)"
     figure = plots.grids([("", grid)], f"{subject.name}: heads by pattern", under)
-    figure.update_layout(coloraxis_colorbar_title_text="SD")  # a longer title is cut in a narrow window
-    return Drawing(figure, grouped.table)
+    bar = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "lenmode": "pixels", "len": 200}
+    # above the first columns: a phone has no room beside them
+    bar |= {"title": {"text": "standard deviations (SD)", "side": "top"}}
+    figure.update_xaxes(tickangle=0, title_standoff=26, ticktext=[feature.replace(" ", "<br>") for feature in FEATURES])
+    figure.update_layout(
+        coloraxis_colorbar=bar, height=ROW * len(names) + AROUND, margin_t=figure.layout.margin.t + BAR
+    )
+    return Drawing(at_least(figure, 110 + 50 * len(FEATURES)), grouped.table)
