@@ -103,7 +103,7 @@ class Reduction:
             if self.metric.form == "per_sequence" and documents:
                 values = [function(**one, **options).double().cpu() for one in documents]
                 counted = [i for i, value in enumerate(values) if self.has_number(value)] or range(len(values))
-                sizes = [self.size(segments, row, positions[i]) for i in counted]
+                sizes = [1 if segments is None else self.size(segments, row, positions[i]) for i in counted]
                 self.parts[layer].append(weighted_mean([values[i] for i in counted], sizes))
             else:
                 for one in documents:

@@ -145,8 +145,9 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
         name = ", ".join("T = " * (k == "T") + {"site": site, "part": part_of}.get(k, words)(values[k]) for k in given)
         if "data" in varying and pd.isna(values["data"]):  # logged by training, beside what was measured on other data
             name = ", ".join(filter(None, ("training batches", name)))
-        if minus := str(values["unit"]).endswith(MINUS):
-            name = f"{MINUS}: {name}" if name else MINUS
+        if minus := str(values["unit"]).endswith(MINUS):  # A and B are drawn of one seed each, their difference of all
+            seeds = rows["run"].nunique()
+            name = ": ".join(filter(None, (f"{MINUS}, mean over {seeds} seeds" if seeds > 1 else MINUS, name)))
         chosen = form or form_of(rows)
         if chosen in MAPS:
             measured, controls = rows[rows["control"].isna()], rows[rows["control"].notna()]

@@ -485,7 +485,10 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
         means = [one.value for one in each]
         about = f"{min(one.n for one in each)} paired seeds; intervals as wide as Holm's correction over {len(each)} layers demands"
         listed = "; ".join(differ) or f"{min(means):+.3g} to {max(means):+.3g}, every interval includes 0"
-        sentence = f"At a learning rate of {RATE}, {len(differ) or 'none'} of {len(each)} layers differ: ResFormer − Transformer in nats {listed} ({about})."
+        sentence = (
+            f"At a learning rate of {RATE}, {len(differ) or 'none'} of {len(each)} layers differ: ResFormer − Transformer in nats "
+            f"{listed} ({about})."
+        )
     return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows, sentence)
 
 
