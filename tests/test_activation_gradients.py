@@ -47,28 +47,6 @@ def test_gradients_of_activations_equal_finite_differences(tiny, some_architectu
         assert found == pytest.approx(slope, abs=1e-7, rel=1e-5), part
 
 
-def read_from(model, layer):
-    """Hook points where later layers read a layer's values."""
-    found = []
-    for block in model.blocks[layer + 1 :]:
-        attended = getattr(block.attn, "attended", {}).get("v", {})
-        for modules in ({j: module for j, module, _ in block.attn.reads["v"]}, attended):
-            if layer in modules:
-                found.append(modules[layer].hook_v.name)
-    return found
-
-
-def test_gradient_of_the_first_value_is_its_own_path_plus_every_branch(some_architecture, tiny):
-    """Own path: the gradient when later layers read a detached copy."""
-    model = tiny(some_architecture, dtype=WIDE)
-    name, branches = "blocks.0.attn.hook_v", read_from(model, 0)
-    _, _, grads = model.run_with_grads(tokens(6), [name, *branches])
-    with model.hooks([(branch, lambda v, hook: v.detach()) for branch in branches]):
-        own = model.run_with_grads(tokens(6), name)[2][name]
-    torch.testing.assert_close(grads[name], own + sum(grads[b] for b in branches), atol=1e-14, rtol=1e-10)
-    assert all(grads[branch].abs().max() > 0 for branch in branches)
-
-
 @pytest.mark.parametrize("architecture", ["transformer", "resformer", "gated_attention"])
 def test_what_an_attention_reads_has_the_sum_of_its_paths_gradients(tiny, architecture):
     model, at = tiny(architecture, dtype=WIDE), "blocks.1.attn."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dashboard
 import pytest
-from app_pages import charts, is_of, pictures
+from app_pages import charts, is_of, pictures, said
 
 APP = Path(__file__).parent.parent / "app"
 A = {"a": "text-resformer-s0"}
@@ -24,15 +24,6 @@ def element(at):
     for data in pictures(at):
         return json.loads(data[4 : 4 + int.from_bytes(data[:4], "little")])
     return None
-
-
-def address(at, key):
-    value = at.query_params[key]
-    return value if isinstance(value, str) else value[0]
-
-
-def said(at):
-    return " ".join(e.value for kind in ("markdown", "info", "warning", "caption") for e in at.get(kind))
 
 
 def test_the_picture_shows_what_the_address_says(page, populated):

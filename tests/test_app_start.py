@@ -71,7 +71,10 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
 
 
 def test_an_opened_model_leaves_the_demo_on_the_first_page_and_comes_with_links_to_its_pages(page, populated, tmp_path):
-    folder = dashboard.copied(populated, tmp_path / "runs")
+    folder = tmp_path / "runs"
+    for name in ("race-svformer-s0", "race-transformer-s0", "text-resformer-s0", "text-transformer-s0"):
+        dashboard.copied(populated / name, folder / name)
+    shutil.copy(populated / ".demo.json", folder)
     mine = dashboard.copied(populated / "text-resformer-s0", folder / "mine")
     info = read_json(mine / "run.json") | {"imported": {"from": "mine.pt"}}
     write_json(mine / "run.json", info | {"data": {"kind": "imported", "domains": ["unknown"]}})
@@ -181,22 +184,3 @@ def test_a_button_measures_what_the_page_names(page, populated, tmp_path, monkey
     next(b for b in at.button if b.label == "Measure").click()
     dashboard.settled(at.run())
     assert set(load_records([path])["metric"]) == {"loss"}
-
-
-@pytest.mark.slow
-def test_what_is_not_measured_is_measured_by_a_button_and_then_drawn(page, tmp_path):
-    from workbench.config import ModelConfig, TrainConfig
-    from workbench.data.sources import RepeatedData
-    from workbench.training.loop import train
-
-    shape = ModelConfig(n_layers=2, d_model=16, n_heads=4, d_mlp=24, d_vocab=64, n_ctx=128)
-    recipe = TrainConfig(steps=4, batch=4, T=64, warmup=2, validate_every=4, validation_sequences=8)
-    train("transformer", RepeatedData(), name="mine", runs=tmp_path, model=shape, train=recipe, device="cpu")
-    at = page(tmp_path)
-    assert "Measure it.** This page shows concentration parts" in said(at)
-    assert any(c.value == f"workbench xray {tmp_path}/mine" for c in at.code)
-    assert not charts(at)
-    next(b for b in at.button if b.label == "Measure").click()
-    dashboard.settled(at.run())
-    assert len(charts(at)) == 4
-    assert "not measured yet" not in said(at)

@@ -43,26 +43,15 @@ def test_no_part_breaks_on_any_folder(page, folders, kind, show):
         assert charts(at)
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("show", PARTS[:2])
-def test_two_runs_are_compared_in_every_part(page, populated, show):
-    at = page(populated, a="text-denseformer-s0", b="text-denseformer-s1", compare=1, show=show)
-    assert len(charts(at)) == {"loss": 2, "gradients": 2, "coefficients": 1, "pace": 2}[show]
+def test_two_runs_are_compared_along_the_axes_of_the_address(page, populated):
+    pair = {"compare": 1, "a": "text-denseformer-s0", "b": "text-denseformer-s1"}
+    at = page(populated, show="loss", x="tokens", domain="each", smooth=5, log=1, **pair)
+    assert (at.selectbox(key="w_x").value, at.selectbox(key="w_smooth").value) == ("tokens", 5)
+    assert at.toggle(key="w_log").value
+    assert len(charts(at)) == 2
     assert not at.info
     assert all("A: DenseFormer" in chart.spec for chart in charts(at))
-
-
-@pytest.mark.slow
-def test_a_choice_is_written_to_the_address_and_a_deep_link_reaches_it(page, populated):
-    at = page(populated, a=A)
-    at.button_group(key="w_show").set_value("gradients").run()
-    assert at.query_params["show"] in ("gradients", ["gradients"])
-    at = page(populated, a=A, show="loss", x="tokens", domain="each", smooth=5, log=1)
-    assert at.selectbox(key="w_x").value == "tokens"
-    assert at.selectbox(key="w_smooth").value == 5
-    assert at.toggle(key="w_log").value
     assert "log scale" in charts(at)[0].spec
-    assert not at.info
 
 
 def recording(folder, name, steps):

@@ -1,4 +1,4 @@
-"""A researcher's ten tasks on the models that ship, in a real browser: what is asked for is there in three clicks at most."""
+"""A researcher's tasks on the models that ship, in a real browser: what is asked for is there in three clicks at most."""
 
 from __future__ import annotations
 
@@ -60,18 +60,6 @@ def _cell(page, box, share):
 
 def state(page):
     return {key: values[0] for key, values in parse_qs(urlsplit(page.url).query).items()}
-
-
-def test_who_learned_first_and_by_how_much(at):
-    page, _ = at("training?a=induction-transformer-lr%3D0.003-s0")
-    plot = "document.querySelector('.st-key-figure_copy_loss .js-plotly-plot')"
-    curves = page.evaluate(
-        f"{plot}._fullData.filter((t) => t.mode === 'lines+markers').map((t) => [t.name, [...t.x], [...t.y]])"
-    )
-    half = {name: next(x for x, y in zip(steps, loss, strict=True) if y < loss[0] / 2) for name, steps, loss in curves}
-    assert 80 < half["Transformer"] - half["SVFormer"] < 140, (
-        "docs/induction.md: 271 and 165 at this rate, five seeds each"
-    )
 
 
 def test_what_a_head_reads_is_one_click_on_a_token(at):

@@ -110,9 +110,8 @@ def test_weights_that_are_no_numbers_are_refused_by_name(vanilla, value):
 # ---- other people's readers and writers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_a_vanilla_step_opens_in_transformers(tiny, tmp_path, kv_heads):
-    model = stir(tiny(config={"n_key_value_heads": kv_heads, "rope_theta": 500.0, "rms_norm_eps": 1e-4}))
+def test_a_vanilla_step_opens_in_transformers(tiny, tmp_path):
+    model = stir(tiny(config={"n_key_value_heads": 2, "rope_theta": 500.0, "rms_norm_eps": 1e-4}))
     save(model, tmp_path)
     llama = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(llama, LlamaForCausalLM)

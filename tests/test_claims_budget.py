@@ -88,8 +88,8 @@ def _tuned(best, edge=4e-3):
     for model, level in LEVELS.items():
         sweep = [run(model, 4, lr=rate) for rate in (1e-3, 2e-3, edge, 8e-3)]
         long = [run(model, seed, lr=best[model], steps=1500, tokens=4e7) for seed in range(3)]
-        told += losses(sweep, lambda of, at=level, m=model: at + 0.5 + 0.1 * (of["lr"] != best[m]))
-        told += losses(long, lambda of, at=level: at)
+        told += losses(sweep, lambda of, at=level, m=model: at + 0.5 + 0.1 * (of["lr"] != best[m]), ("a",))
+        told += losses(long, lambda of, at=level: at, ("a",))
         made += [*sweep, *long]
     return made, told
 
@@ -121,7 +121,7 @@ def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share
     made, told = _tuned({"transformer": 2e-3, "values_scaled": 4e-3, "resformer": 2e-3})
     shorter = [of | {"run": f"{of['run']}-short", "seed": 3, "steps": 100} for of in made if of["seed"] == 4]
     best = {"transformer": 2e-3, "values_scaled": 2e-3, "resformer": 4e-3}
-    told = [*told, *losses(shorter, lambda of: 4.0 + 0.1 * (of["lr"] != best[of["model"]]))]
+    told = [*told, *losses(shorter, lambda of: 4.0 + 0.1 * (of["lr"] != best[of["model"]]), ("a",))]
     found = judged("lower_loss", [*made, *shorter], (), told)
     assert "each at its best of 4 learning rates, chosen on seed 4, which is not reported" in found.sentence
     assert "minus halved values" in " ".join(found.table["comparison"])

@@ -133,8 +133,9 @@ NORMS = ("norms_remove_spikes_and_leave_sinks", "sandwich_norm", ("massive_activ
 
 @pytest.mark.parametrize("claim", [OUTLIERS, NORMS])
 def test_ratios_beside_sinks(claim):
-    assert beside(*claim).status == "supported"
-    assert beside(*claim).table["value"].iloc[0] == pytest.approx(math.log(2 / 8) / 3, abs=1e-3), "one of three layers"
+    found = beside(*claim)
+    assert found.status == "supported"
+    assert found.table["value"].iloc[0] == pytest.approx(math.log(2 / 8) / 3, abs=1e-3), "one of three layers"
     assert beside(*claim, mine=20.0).status == "refuted"
 
 

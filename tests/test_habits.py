@@ -183,18 +183,6 @@ class _Bare(torch.nn.Module):
         return self.module(ids).logits
 
 
-def test_code_of_value_residuals_writes_llamas_architectures_too_and_is_not_taken_for_one(own, tmp_path, tiny):
-    from workbench.checkpoints.saving import save
-    from workbench.files import read_json, write_json
-
-    folder = save(tiny("resformer"), tmp_path / "theirs")
-    config = read_json(folder / "config.json") | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    config.pop("workbench")
-    write_json(folder / "config.json", config)
-    with pytest.warns(ArchitectureAssumed, match="resformer"):
-        workbench.load(folder)
-
-
 @torch.no_grad()
 def test_stop_at_layer_returns_the_stream_that_a_block_reads(own, observed):
     for model in (own, observed):

@@ -10,10 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from kernel_inputs import LargestTensor
-from measured import EVERYTHING, MODEL, RECIPE, table
+from measured import EVERYTHING, MODEL, RECIPE
 
-import workbench.measurement.measuring
-import workbench.measurement.subjects
 from workbench.data.sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.measurement import forward_pass
@@ -86,22 +84,6 @@ def test_jackknife_errors_by_hand(measured_runs):
     assert row["se"] == pytest.approx(
         (7 / 8 * np.square(np.array(left_out) - np.mean(left_out)).sum()) ** 0.5, rel=1e-6
     )
-
-
-ABSENT = ("null_mass", "router_entropy", "expert_load", "first_token_experts")
-"""Metrics of sink logits and experts, which these models lack."""
-
-# ---- batches, steps, several runs ------------------------------------------------------------------------------------
-
-
-def test_results_do_not_depend_on_the_batch(measured_runs):
-    run, fitted = measured_runs["svformer"], "token_probe"  # to float32 vectors: its last digits follow theirs
-    names = [name for name, metric in METRICS.items() if metric.form != "derived" and name not in (fitted, *ABSENT)]
-    model, ids, tables = run.load(), run.data.sample(5, 64).ids, []
-    for batch in (64, 2):  # the last batch of the second holds one document
-        workbench.measurement.subjects._memory.clear()
-        tables.append(table(measure(model, names, ids, batch=batch)))
-    pd.testing.assert_frame_equal(*tables, rtol=1e-6, atol=1e-6)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from inputs import SMALL, WIDE, tokens
 from seams import COVERING, TOGETHER
 
-from workbench.models import ARCHITECTURES, build
+from workbench.models import build
 from workbench.names import ACTIVATIONS, position_axis
 
 # ---- two paths, one result -------------------------------------------------------------------------------------------
@@ -37,12 +37,10 @@ def test_fused_attention_equals_eager_in_values_and_gradients(any_architecture, 
 @pytest.mark.fast(11)
 @pytest.mark.parametrize("architecture", [*COVERING, "resformer+cross_layer"])
 def test_activations_obey_their_identities(awake, architecture):
-    """What enters a layer, its coefficients, what it attends with, and what comes out, each computed from the others."""
+    """Queries, keys and values that a layer attends with, computed from what it reads, its own and its coefficients."""
     heads = {} if "qa" in architecture else {"n_key_value_heads": 2}  # query_group says how many
     model = awake(architecture, dtype=WIDE, config={"n_layers": 4, **heads})
     _, cache = model.run_with_cache(tokens(model, 7))
-    parts, options = architecture.split("+"), model.options
-    repeats = model.config.n_heads // model.config.n_key_value_heads
     for layer, block in enumerate(model.blocks):
         at = f"blocks.{layer}.attn."
 
@@ -72,45 +70,6 @@ def test_activations_obey_their_identities(awake, architecture):
                 assert any(torch.equal(found(point), x) for x in sources)
             if (first := found(f"first.{point}")) is not None:
                 assert torch.equal(first, cache[tensor, 0])
-        wide = {j: cache["v", j].repeat_interleave(repeats, dim=2) for j in range(layer + 1)}
-        crossed = {
-            layer
-            if ".cross." not in n
-            else int(n.split(".cross.")[1].split(".")[0])
-            if n.count(".") == 5
-            else layer - 1: n
-            for n in model.hook_dict
-            if re.fullmatch(rf"{at}(cross\.(\d+\.)?)?hook_pattern", n)
-        }
-        assert len(crossed) == (
-            layer + 1 if "cross_layer_all" in parts else 2 if "cross_layer" in parts and layer else 1
-        )
-        patterns = {j: cache[name] for j, name in crossed.items()}
-        if "residual_attention" not in parts or options["attn_mix"] == "prob":
-            rows = sum(x.sum(-1) for x in patterns.values()) + (0 if (null := found("hook_null")) is None else null)
-            torch.testing.assert_close(rows, torch.ones(2, 4, 7, dtype=WIDE))
-        z = sum(torch.einsum("bhqk,bkhd->bqhd", x, wide[j]) for j, x in patterns.items())
-        if "neutreno" in parts and layer:
-            z = z + options["neutreno_lambda"] * (wide[0] - wide[layer])
-        if "identity_map" in parts and layer:
-            z = z + sum(wide[j] for j in range(layer)) / layer
-        if "exclusive_attention" in parts:
-            z = z - (z * wide[layer]).sum(-1, keepdim=True) / wide[layer].square().sum(-1, keepdim=True) * wide[layer]
-        if "gated_attention" in parts:
-            x = cache[f"blocks.{layer}.ln1.hook_normalized"] * block.ln1.weight
-            z = z * (x @ model.get_parameter(f"gated_attention.gates.{layer}").T).sigmoid().view_as(z)
-        torch.testing.assert_close(cache["z", layer], z, atol=1e-12, rtol=0)
-        summed = torch.einsum("bqhd,hdm->bqm", cache["z", layer], block.attn.W_O)
-        summed = summed if block.ln1_post is None else block.ln1_post(summed)
-        torch.testing.assert_close(cache["attn_out", layer], summed, atol=1e-12, rtol=0)
-        if {"attention_residuals", "hyper_connections"} & set(parts):
-            continue  # what their weights make of the outputs: test_attention_residuals, test_several_streams
-        cut = "cut_skip" in parts and layer == 0
-        before = cache["attn_out", layer] if cut else cache["resid_pre", layer] + cache["attn_out", layer]
-        assert torch.equal(cache["resid_mid", layer], before)
-        raw = cache["mlp_out", layer] if cut else cache["resid_mid", layer] + cache["mlp_out", layer]
-        averaged = {"denseformer", "residual_hidden"} & set(parts)
-        assert torch.equal(raw, cache[f"blocks.{layer}.hook_dwa_in"] if averaged else cache["resid_post", layer])
 
 
 @pytest.mark.fast(6)
@@ -133,7 +92,7 @@ def test_every_hook_point_fires_once_with_its_positions_where_the_vocabulary_say
 def test_named_activations_exist_and_have_their_axes():
     """Each name's hook point stands in some architecture, with as many axes as it says."""
     shapes = {}
-    for architecture in [*ARCHITECTURES, "resformer+share_q"]:
+    for architecture in [*COVERING, "residual_k", "resformer+share_q"]:
         model = build(architecture, SMALL.replace(n_ctx=16, d_model=16, d_vocab=16, d_mlp=16))
         hooks = [(lambda name: True, lambda x, hook: shapes.update({hook.name: x.shape}))]
         model.run_with_hooks(torch.arange(10).view(2, 5), fwd_hooks=hooks)
@@ -146,16 +105,6 @@ def test_named_activations_exist_and_have_their_axes():
         wanted = "query" if "query" in activation.axes else "pos"
         if activation.hook:
             assert (None if axis is None else activation.axes.split()[axis]) == (None if axis is None else wanted), name
-
-
-def test_no_token_sees_the_future_and_each_sees_the_past(awake, some_architecture):
-    model = awake(some_architecture, dtype=WIDE)
-    ids = tokens(model, 12)
-    changed = ids.clone()
-    changed[:, 5] = (changed[:, 5] + 1) % model.config.d_vocab
-    difference = (model(ids) - model(changed)).abs().amax((0, 2))
-    assert difference[:5].max() == 0
-    assert (difference[5:] > 0).all()
 
 
 # ---- at initialisation -----------------------------------------------------------------------------------------------

@@ -221,16 +221,6 @@ def test_probes_are_those_of_the_measures():
         SoftmaxProbe().fit(X, y % 2)
 
 
-@pytest.mark.fast(3)
-@pytest.mark.parametrize("name", FIVE)
-def test_heads_have_features_of_the_measures(name):
-    table = head_features(model_of(name), TOKENS)
-    assert len(table) == 4
-    mass = workbench.measure(model_of(name), "sink_mass", TOKENS)
-    mass = mass[mass["control"].isna()].set_index(["layer", "head"])["value"]
-    assert table.set_index(["layer", "head"])["first token"].to_numpy() == pytest.approx(mass.to_numpy(), abs=1e-6)
-
-
 def test_groups_are_those_of_scikit_learn_in_the_order_of_the_tree():
     import pandas as pd
 

@@ -436,7 +436,7 @@ def test_readers_recognise_files_by_name_or_content(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["start", "training", "depth", "attention", "heads", "prompt", "intervene"])
+@pytest.mark.parametrize("name", ["start", "training", "depth", "prompt"])
 def test_every_page_opens_on_logs_alone(tmp_path, browse, name):
     import_logs([written(tmp_path / "a.log", "step 1 loss 2.0\nstep 2 loss 1.5\n")], tmp_path / "runs", name="a")
     at = browse(tmp_path / "runs", name)

@@ -12,13 +12,10 @@ import pytest
 
 from app.widgets import typeset
 from workbench import plots
-from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.plots.style import LONG, at_least
 from workbench.runs.records import load_records, provenance, records
-from workbench.training.loop import train
 from workbench.views import Link, Source, drawings, source_of
 from workbench.views.base import timelapse, views_of
 from workbench.views.depth import layers
@@ -314,19 +311,3 @@ def test_a_figure_whose_panels_need_two_columns_is_not_squeezed_into_one(tmp_pat
     assert [fits(wide, mm) for mm in (COLUMN, PAGE)] == [False, True]
     with pytest.raises(WorkbenchError, match=f"choose {PAGE} mm"):
         picture(wide, tmp_path / "v.svg", mm=COLUMN)
-
-
-def test_shipped_models_stand_beside_own_runs_on_symbols(tmp_path, monkeypatch):
-    """Pages of a model begin with a text model, Training and Heads with own runs, which alone are listed and judged."""
-    monkeypatch.setattr("workbench.views.source.MODELS", SHIPPED / "models")
-    data = RepeatedData(16)
-    config = ModelConfig(n_layers=2, d_model=16, n_heads=1, d_mlp=4, d_vocab=16, n_ctx=16)
-    recipe = TrainConfig(steps=2, batch=2, T=16, warmup=1, validate_every=2, validation_sequences=2)
-    train("transformer", data, name="own", runs=tmp_path, model=config, train=recipe)
-    source = Source(tmp_path)
-    assert [e.name for e in source.listed()] == ["own"]
-    assert source.group(Link("training"))[0].name == "own"
-    assert source.group(Link("depth"))[0].kind == "text"
-    assert {e.kind for e in source.group(Link("attention"))} == {"text"}
-    assert source.subjects(Link("attention"))[0].entry.name == "models-resformer-s0"
-    assert source.subjects(Link("attention", {"a": "own"}))[0].entry.name == "own"
