@@ -352,7 +352,7 @@ def choose_measure(link: Link, read: Callable[[Link], M], elsewhere: Sequence[st
         options = read(link)
     names = {name: "none" if name == PLAIN else widgets.spaced(name) for name in options.variants}
     variant = widgets.choose(
-        "Variant", "variant", [*names], options.variant, show=names.__getitem__, width=130, only_if_many=True
+        "Measure variant", "variant", [*names], options.variant, show=names.__getitem__, width=130, only_if_many=True
     )
     return link.but(variant=variant), read(link.but(variant=variant))
 

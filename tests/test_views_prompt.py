@@ -150,7 +150,7 @@ def test_the_next_tokens_after_two_texts_are_the_same_tokens_and_subtracted(sour
 
 def test_sources_and_readers_are_drawn_where_the_path_to_a_logit_is_refused(source, monkeypatch):
     whole = drawn(source, "follow", position=1, layer=1)
-    assert whole.figure.layout.title.text.startswith("Path of")
+    assert whole.figure.layout.title.text.startswith("From the score of")
     added = whole.table.query("kind == 'logit'")["amount"].sum()
     assert f"the value adds {signed_number(added)} to the logit of" in whole.sentence
 

@@ -55,7 +55,10 @@ def heads_page(link: Link) -> None:
                 _take_head(link, table.iloc[point.at[0]])
 
         show(heads.ranking, link, take=take)
-        shown = table[list(COLUMNS)].rename(columns=COLUMNS | {"value": widgets.spaced(link.text("metric") or "value")})
+        names = {"value": widgets.spaced(link.text("metric") or "value")}
+        if table["baseline_of"].nunique() == 1 and (of := table["baseline_of"].dropna().iloc[0]) not in COLUMNS.values():
+            names["baseline"] = of
+        shown = table[list(COLUMNS)].rename(columns=COLUMNS | names)
         widgets.row_table(
             f"all_heads_{link.text('metric')}_{link.text('variant')}",
             shown.dropna(axis=1, how="all"), heads.is_picked(table, picked), table,
