@@ -42,7 +42,7 @@ MAX_DRAWINGS, MAX_BYTES = 96, 120_000_000  # figures kept, bytes of the tables b
 NO_BROWSER = "Needs Chrome, Chromium or Edge on the machine that runs the dashboard"
 TABLE_PX, NUMBER_PX = 300, 76  # height of the table of numbers, width of a column of it
 ROW_NAMES = ("architecture", "layer", "head", "position", "step", "control")
-NUMBERS = ("value", "low", "high", "p, adjusted", "p, raw", "n", "significant")
+NUMBERS = ("value", "low", "high", "low_adjusted", "high_adjusted", "p, adjusted", "p, raw", "n", "significant")
 LAST = ("comparison", "run", "seeds", "each")
 """Columns of the table of numbers: the first ones, those after them, and the last ones, which repeat others or are long."""
 IN_WORDS = {"T": "tokens per document", "n": "documents", "se": "standard error", "baseline_of": "kind of baseline"}

@@ -50,7 +50,7 @@ So the loss of short runs measures how fast a model starts and how large its val
 
 - fewer than 10 training tokens per parameter,
 - fewer than 100 warm-up steps,
-- a loss that still falls by 0.02 nats over the last tenth of the steps.
+- a loss that still falls by 0.02 nats over the last tenth of the steps, as the median over a model's runs.
 
 A gain of the first layer's values is supported only if the control lacks it. The control halves its values and adds nothing of the first
 layer's. [sinks.md](sinks.md) has the other corrected claim: shared values delay the sink and do not prevent it. The lead in learning to
@@ -72,7 +72,7 @@ middle of the runs of 100:
 
 After a whole schedule of 20 tokens per parameter ResFormer leads, and halved values do not. This lead is the path's, but its loss still
 falls by 0.029 nats over the last tenth. In the middle of a longer run halved values lead by more than ResFormer. At 50 and at 100 no lead
-is left that five seeds could see: a gain above 0.06 nats is excluded, the published one of about 0.01 is not. At 140 ResFormer meets all
+is left that five seeds could see: a gain above 0.063 nats is excluded, the published one of about 0.01 is not. At 140 ResFormer meets all
 three conditions for the first time and is *unresolved*. Halved values end lowest, so a lead of ResFormer over the
 Transformer would not be the path's. The rates were chosen at 20 and at 50 tokens per parameter, on one seed each.
 At 140 other rates may be better. The Transformer trains at twice the rate of halved values, so it may lack a lower one.

@@ -142,13 +142,14 @@ claim unresolved. Every model chooses its learning rate among the same ones, on 
 
 All settings of all tested claims on a page are corrected for (Holm). Each claim has an equal share of the error rate,
 divided equally among its settings. So the probability of one or more false decisions is at most 5 %. The status of
-the claim alone, corrected for its own settings, is shown too.
+the claim alone, corrected for its own settings, is shown too. In tables `low` and `high` are the 95 % interval
+without this correction, and `low_adjusted` and `high_adjusted` with it.
 
 A claim on the final loss is **not tested**, at any p-value, in three cases:
 
 - fewer than 10 training tokens per parameter,
 - fewer than 100 warm-up steps,
-- a loss that still falls by 0.02 nats over the last tenth of the steps.
+- a loss that still falls by 0.02 nats over the last tenth of the steps, as the median over a model's runs.
 
 From 10 to 20 tokens per parameter the verdict states its budget. A claim that first-layer values help is supported
 only if the model also ends ahead of the control `values_scaled`. This control halves its own values and gets no
@@ -156,7 +157,8 @@ first-layer values. Claims leave out studies that measured a metric on some of t
 not ship.
 
 A step that some runs never reach is censored at the last step. Means are then restricted to it, there is no interval,
-and the p-value comes from an exact permutation test of the log-rank statistic. Quantities by layer are compared as
+and the p-value comes from a permutation test of the log-rank statistic. Up to ten seeds it is
+exact, since it counts all relabellings of the runs. With more seeds it draws 9,999 random ones. Quantities by layer are compared as
 the mean over all layers after the first, and ratios as signed logarithms. A layer that is chosen on the same runs
 would decide 12 to 16 % of claims falsely if one model's numbers spread more than the other's. The
 distance of single runs from 1 would decide up to 60 % falsely.

@@ -147,7 +147,8 @@ def test_sharing_values_delays_the_sink(sink, copied, status, said):
     assert found.status == status, found.sentence
     assert said in found.sentence
     censored = sink > 300
-    assert (found.table["unit"] == ("restricted mean steps" if censored else "steps")).all()
+    units = {True: "restricted mean steps", False: "steps"}
+    assert found.table["unit"].tolist() == [units[c] for c in (censored, censored, False)], "gated attention reaches it"
     assert ("difference of restricted mean steps: " in found.sentence) == censored
     assert ("a log-rank test decides" in found.sentence) == censored
     assert len(found.table) == 3, "what others do is shown beside it"
@@ -195,13 +196,18 @@ def test_the_sink_waits_for_the_drain(mass, zero, status):
         made, lambda of: starts[of["model"]] + 500 * luck[of["seed"]] * (of["model"] == AT_ZERO), lambda of: 60
     )
     held = [mass + luck[r["seed"]] if names[r["run"]] == EVEN and r["value"] > 0.5 else 0 for r in rows]
+    drains = [
+        row(of, "value_drain", (of["seed"] + 1) * (layer + 1) if of["model"] == UNEVEN else 1, site="own_v", layer=layer)
+        for of in made for layer in range(2)
+    ]  # fmt: skip
     found = judged(
         "the_sink_waits_for_the_drain",
         made,
-        [r | {"value": r["value"] + h} for r, h in zip(rows, held, strict=True)],
+        [*(r | {"value": r["value"] + h} for r, h in zip(rows, held, strict=True)), *drains],
         told,
     )
     assert found.status == status, found.sentence
+    assert "Over runs and layers the start's value ends at 1 of the others' norm, and at 1 to 10 if" in found.sentence
     assert "copying learned by 60" in found.sentence
     assert set(found.table["unit"]) == {"share", "steps"}
 

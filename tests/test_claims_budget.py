@@ -41,7 +41,7 @@ def test_a_loss_that_still_falls_is_not_tested():
     found = judged("lower_loss", made, (), steep)
     assert found.status == "gated"
     assert (
-        "per parameter, but training has not converged (the loss still falls by 0.108 nats over the last tenth"
+        "per parameter, but training has not converged (over the last tenth of the steps the loss still falls by 0.108 nats, the median"
         in found.words
     )
     assert found.sentence.startswith("These numbers are preliminary. ")

@@ -198,9 +198,22 @@ def test_value_path_without_all_controls_is_unresolved():
 
 @pytest.mark.parametrize(("second", "status"), [(2.74, "supported"), (2.66, "refuted")])
 def test_first_layer_is_the_source(second, status):
-    first, told = with_losses({"resformer": 2.70}, options=options(source_layer=0))
-    later, more = with_losses({"resformer[source_layer=1]": second}, options=options(source_layer=1))
-    assert judged("first_layer_is_the_source", first + later, (), told + more).status == status
+    """Two paths from one source are two comparisons, and another number of layers is named; another weight is none."""
+    first, told = with_losses({"resformer": 2.70}, options=options(source_layer=0, layers=[1, 2, 3]))
+    for name, loss, chosen in (
+        ("resformer[layers=[2, 3],source_layer=1]", second, {"layers": [2, 3]}),
+        ("resformer[layers=[3],source_layer=1]", 2.76, {"layers": [3]}),
+        ("resformer[lambda_v1=5.0,layers=[2, 3],source_layer=1]", 2.5, {"layers": [2, 3]}),
+    ):
+        more = with_losses({name: loss}, options=options(source_layer=1, **chosen))
+        first, told = first + more[0], told + more[1]
+    found = judged("first_layer_is_the_source", first, (), told)
+    assert found.status == status
+    names = ["source layer 1 into layers 2 and 3", "source layer 1 into layers 3"]
+    assert found.table["comparison"].tolist() == names
+    assert found.table["value"].tolist() == pytest.approx([2.70 - second, 2.70 - 2.76])
+    assert "into layers 1, 2 and 3 minus" in found.sentence
+    assert "differ in their number of layers" in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -217,6 +230,12 @@ def test_late_layers_profit(growth, early, status):
     learnable = runs("resformer_learnable", n_layers=8)
     told += coefficients(learnable, lambda n: 0.3 + growth * n)
     assert judged("late_layers_profit", made + learnable, (), told).status == status
+    for layers, level in (([6, 7], 2.5), ([1, 2], 2.6)):  # of another weight: neither hides the other
+        name = f"resformer_sparse[lambda_v1=5.0,layers={layers}]"
+        more = with_losses({name: level}, n_layers=8, options=options(layers=layers, lambda_v1=5.0))
+        made, told = made + more[0], told + more[1]
+    values = judged("late_layers_profit", made + learnable, (), told).table["value"]
+    assert sorted(values[:2]) == pytest.approx(sorted([2.69 - early, -0.1]))
     short = runs("resformer_learnable", n_layers=8, T=64)  # of another setting
     found = judged("late_layers_profit", made + learnable + short, (), told + coefficients(short, lambda n: -9.0 * n))
     assert found.status == status
@@ -246,14 +265,22 @@ def test_a_rate_at_which_a_run_broke_is_not_the_best_of_a_size():
      ({5.0: [2.695, 2.710, 2.704]}, "unresolved")],
 )  # fmt: skip
 def test_robust_to_its_weight(lost, status):
-    """A weight above vanilla refutes it, and so does an end of the grid below the weight nearest to 2; the least mean decides nothing."""
+    """A weight above vanilla refutes it, and so does an end of the grid below the weight nearest to 2; the least mean decides nothing.
+
+    A model whose residual is restricted to some layers has its weight too, and is not the sweep's.
+    """
     levels = {0.2: 2.72, 0.5: 2.71, 2.0: 2.70, 5.0: 2.71} | lost  # four, the fewest that are judged
     made, told = with_losses({"transformer": 2.739})
     for weight, level in levels.items():
         name = "resformer_constant" if weight == 2.0 else f"resformer_constant[lambda_v1={weight:g}]"
         more = with_losses({name: level}, options=options(lambda_v1=weight, lambda_own=1.0))
         made, told = made + more[0], told + more[1]
-    assert judged("robust_to_its_weight", made, (), told).status == status
+    late = {"resformer_constant[lambda_v1=5.0,layers=[5, 6, 7]]": 2.5}
+    more = with_losses(late, options=options(lambda_v1=5.0, lambda_own=1.0, layers=[5, 6, 7]))
+    found = judged("robust_to_its_weight", made + more[0], (), told + more[1])
+    lead = (sum(levels[5.0]) / 3 if isinstance(levels[5.0], list) else levels[5.0]) - 2.739
+    assert found.status == status
+    assert found.table.set_index("comparison")["value"]["lambda 5"] == pytest.approx(lead)
 
 
 # ---- optimisation ----------------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def test_deep_values_need_little_context(token, keys, init, seeds, status, why):
     rows += per_layer(made, "token_identity_share", lambda of, n: init, site="own_v", step=0)
     found = judged("deep_values_need_little_context", made, rows)
     assert found.status == status
+    assert "effect of values in layers 1 to 3 (" in found.sentence
+    assert "In layers 2 to 3 the token explains" in found.sentence
     assert why in found.sentence
 
 

@@ -310,6 +310,9 @@ def test_steps_that_a_run_never_reaches_are_compared_by_their_order():
     assert (math.isnan(later.low), later.n) == (True, 5)
     assert later.p == pytest.approx(2 / math.comb(10, 5)), "5 of 5 before 0 of 5: one order of 252 either way"
     assert compare_steps(never, never).p == 1.0
+    ten, none = table(np.arange(10.0)), table([np.inf] * 10)
+    assert compare_steps(none, ten).p == pytest.approx(2 / math.comb(20, 10)), "all 184,756 relabellings are counted"
+    assert compare_steps(table([np.inf] * 11), table(np.arange(11.0))).p == 2 / 10_000, "of more, 9,999 random ones"
     assert compare_steps(table([10, 12, 14, 11, np.inf]), fast).p > 0.05, "one run of five decides nothing"
 
 

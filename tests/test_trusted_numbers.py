@@ -96,6 +96,19 @@ def test_a_log_rank_test_fills_the_point_that_has_no_whisker():
     assert in_one_sentence(replace(verdict, setting="5 seeds of 2 models")) == "(5 seeds): later +88 steps, p = 0.0079."
 
 
+def test_tables_have_the_interval_before_and_after_the_correction_and_name_a_share_that_passes_its_range():
+    plain = over_seeds([-0.9, -0.5, -0.7])
+    found = replace(judged({"mass": plain, "saved": over_seeds([-1.5, -1.2, -1.3])}, -1, "", "share"), factor=9.0)
+    first, saved = found.adjusted().to_dict("records")
+    assert [*found.adjusted()][2:6] == ["low", "high", "low_adjusted", "high_adjusted"]
+    assert (first["low"], first["high"]) == (plain.low, plain.high)
+    wide = plain.widened(9.0)
+    assert (first["low_adjusted"], first["high_adjusted"]) == (wide.low, wide.high)
+    assert (first["note"], saved["note"]) == ("an interval passes -1 or 1: so few seeds do not bound this share", "")
+    assert plots.intervals(found.adjusted(), "").data[0].error_x.array[0] == pytest.approx(wide.high - wide.value)
+    assert f"[{wide.low:+.3g}, {wide.high:+.3g}] Holm-adjusted" in in_one_sentence(found)
+
+
 @pytest.mark.slow
 def test_every_claim_with_shipped_evidence_lists_its_judged_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
@@ -194,6 +207,7 @@ def test_three_seeds_decide_a_layer(source, monkeypatch):
     assert "p" not in rows
     assert rows.loc[("resformer", 1), "p_unadjusted"] < 0.05
     assert drawing.figure.data[0].customdata[1][1].startswith(" [")
+    assert rows.loc[("resformer", 1), "low_adjusted"] < rows.loc[("resformer", 1), "low"], "over two comparisons"
     assert "ResFormer: differs in layer 1" in drawing.sentence
     assert "Holm-adjusted over 2 comparisons" in drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
 

@@ -129,6 +129,9 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     drawing = finding.finding_differences(shipped, link("finding"))
     caption = drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
     assert "whisker: 96.4 % to 99 % intervals, as Holm's correction over 5 models demands" in caption
+    told = drawing.table.set_index("comparison").loc["SVFormer"]
+    assert told["low"] == pytest.approx(judged.loc["svformer at rate 0.003", "low"])
+    assert told["low_adjusted"] == found.intervals["svformer"].low < told["low"]
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
     assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"
     assert hollow["SVFormer"] == "circle"
@@ -169,7 +172,7 @@ def test_runs_that_never_copy_are_counted_and_have_no_interval():
     difference = compare_steps(fast, slow)
     verdicts = {"svformer": Verdict("supported", "")}
     made = finding.Finding(
-        finding.COPYING, "g", "", {"g": 0.1}, "g", {"svformer": difference}, {"transformer": "2 of 3"}, verdicts
+        finding.COPYING, "g", "", {"g": 0.1}, "g", *[{"svformer": difference}] * 2, {"transformer": "2 of 3"}, verdicts
     )
     assert finding.headline(made) == (
         "SVFormer copies 390 steps earlier than the Transformer. Never: Transformer 2 of 3 runs."

@@ -56,7 +56,10 @@ def heads_page(link: Link) -> None:
 
         show(heads.ranking, link, take=take)
         names = {"value": widgets.spaced(link.text("metric") or "value")}
-        if table["baseline_of"].nunique() == 1 and (of := table["baseline_of"].dropna().iloc[0]) not in COLUMNS.values():
+        if (
+            table["baseline_of"].nunique() == 1
+            and (of := table["baseline_of"].dropna().iloc[0]) not in COLUMNS.values()
+        ):
             names["baseline"] = of
         shown = table[list(COLUMNS)].rename(columns=COLUMNS | names)
         widgets.row_table(

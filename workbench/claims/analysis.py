@@ -70,7 +70,7 @@ def write_tables(analysis: Analysis, out: Path) -> list[Path]:
     written += _files(analysis.evidence.everything(), out / "records", (".csv", ".parquet"))
     for j in analysis.judged:
         if len(j.verdict.table):
-            written += _files(j.verdict.table, out / "tables" / j.claim.name)
+            written += _files(j.verdict.adjusted(), out / "tables" / j.claim.name)
     return written
 
 
@@ -150,6 +150,6 @@ def article(judged: Judged, figure: str = "") -> str:
     parts = [
         heading(claim.text, 3), f'<span class="status">{verdict.words}</span>', paragraph(verdict.details),
         facts_html({**runs, "Published": claim.published}), folded("how it is judged", facts_html(rules)),
-        numbers_html(verdict.table, "the deciding numbers"), figure,
+        numbers_html(verdict.adjusted(), "the deciding numbers"), figure,
     ]  # fmt: skip
     return f'<article class="{verdict.status}" id="{claim.name}">{"".join(parts)}</article>'

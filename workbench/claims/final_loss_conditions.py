@@ -10,7 +10,7 @@ import pandas as pd
 from workbench.claims.evidence import Evidence
 
 TESTED, NAMED = 10.0, 20.0  # tokens per parameter: a claim on the final loss is tested from, and names its budget up to
-FALL = 0.02  # nats that the validation loss may still fall over the last tenth of the steps
+FALL = 0.02  # nats that the validation loss may still fall over the last tenth of the steps, the median over a model's runs
 WARM_UP = 100  # steps
 
 
@@ -45,6 +45,6 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
     if len(by_model) and by_model.max() >= FALL:
         fall = f"{by_model.max():#.3g}"
         fall = fall if float(fall) > FALL else f"{by_model.max():.6f}"  # a number that rounds to the limit
-        still = f"the loss still falls by {fall} nats over the last tenth of the steps, less than {FALL} is needed"
+        still = f"over the last tenth of the steps the loss still falls by {fall} nats, the median over runs; less than {FALL} is needed"
         return f"training has not converged ({still})"
     return ""

@@ -51,8 +51,9 @@ def value_paths_speed_up_induction(evidence: Evidence) -> Verdict:
     )
     paths = {name: i for name, i in intervals.items() if name not in keys | scaled}
     signs = [-1] * (len(paths) + len(beyond)) + [1] * len(keys)
+    units = {name: step_unit([i]) for name, i in {**intervals, **beyond}.items()}
     return judged(
-        paths, signs, sentence, step_unit(every), also=beyond, against=keys, shown=scaled, doubt=doubt or untrained
+        paths, signs, sentence, "steps", units, also=beyond, against=keys, shown=scaled, doubt=doubt or untrained
     )  # fmt: skip
 
 

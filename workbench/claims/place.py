@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.wording import intervals_text, listed, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 
 CONTROLS = ("residual_q", "residual_k", "residual_attention", "residual_hidden")
@@ -50,6 +51,12 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
     return rows.assign(chosen=chosen)[["model", "architecture", "chosen", "options"]].dropna(subset="chosen")
 
 
+def _differs(models: pd.DataFrame, *options: str) -> pd.Series:
+    """Return for each model whether an option other than these differs from its default."""
+    other = [not set(re.findall(r"(\w+)=", name)) <= set(options) for name in models["model"]]
+    return pd.Series(other, models.index, dtype=bool)
+
+
 @claim(
     supports="values of layer 1 beat values of layers 2, 3 and later as the source",
     refutes="a later source ends lower",
@@ -60,21 +67,24 @@ def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     """The first layer's values are the right source; a later layer's values help less."""
     text = evidence.of_task("text")
-    later = _with_options(text, "source_layer").query("chosen > 0")
+    later = _with_options(text, "source_layer").query("chosen > 0 and architecture == 'resformer'")
+    later = later[~_differs(later, "source_layer", "layers")]
     if later.empty:
         raise InsufficientEvidence(
             "Needs a value residual from another source: train resformer with --option source_layer=1 and 2."
         )
     group = text.comparable("resformer", tuple(later["model"]))
-    losses = group.losses()
-    intervals = {
-        f"source layer {source:.0f}": group.difference(losses, "resformer", name)
-        for name, source in zip(later["model"], later["chosen"], strict=True)
-        if name in group.models
-    }
+    losses, paths, counts = group.losses(), dict[str, str](), set[int]()
+    for name, source, options in _with_options(group, "source_layer")[["model", "chosen", "options"]].to_numpy():
+        layers = json.loads(options).get("layers", [])
+        paths[name] = f"source layer {source:.0f}" + (
+            f" into layers {listed(list(map(str, layers)))}" if layers else ""
+        )
+        counts |= {len(layers)} if name in ("resformer", *later["model"]) else set()
+    intervals = {paths[m]: group.difference(losses, "resformer", m) for m in later["model"] if m in group.models}
     note = seeds_note(next(iter(intervals.values())))
-    others = intervals_text(intervals, ", ")
-    sentence = f"Loss with the first layer (0) as the source minus that with {others} nats{note}."
+    more = " The paths also differ in their number of layers." if len(counts) > 1 else ""
+    sentence = f"Loss with {paths['resformer']} minus that with {intervals_text(intervals, ', ')} nats{note}.{more}"
     return judged(intervals, -1, sentence, "nats")
 
 
@@ -92,6 +102,7 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     groups = []
     for name, better, worse in _placements(text):
         groups.append(group := text.comparable(better, worse))
+        name = f"{name} ({better})" if name in intervals else name  # of another weight
         intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
         try:  # runs of one setting, of that above where it has any
@@ -146,8 +157,8 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     text = evidence.of_task("text")
     fixed = _with_options(text, "lambda_v1")
     own = fixed["options"].map(lambda t: json.loads(t).get("lambda_own"))
-    other = (fixed["architecture"] == "resformer_sparse") | fixed["model"].str.contains("source_layer")
-    sweep = fixed[(own == 1.0) & ~other]
+    other = (fixed["architecture"] == "resformer_sparse") | _differs(fixed, "lambda_v1", "lambda_own")
+    sweep = fixed[(own == 1.0) & ~other].drop_duplicates("chosen")
     if len(sweep) < WEIGHTS:
         raise InsufficientEvidence(
             f"Needs {WEIGHTS} weights or more at lambda_own=1, here {len(sweep)}: train resformer_constant with --option "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -89,8 +91,9 @@ def deep_values_need_little_context(evidence: Evidence) -> Verdict:
     apart = {f"share of values - {name}": paired_seeds(own, other) for name, other in others.items()}
     alike = any(apart[name].sign < 1 for name in list(apart)[:2])
     sentence = (
-        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of the effect of deep values (1 - its cost over the "
-        f"cost of zero){seeds_note(len(each))}. The token explains {own.mean():.0%} of the variance of deep own values "
+        f"The token's mean keeps {kept.value:.0%} [{kept.low:.0%}, {kept.high:.0%}] of the effect of values in layers 1 to "
+        f"{depth - 1} (1 - its cost over the cost of zero){seeds_note(len(each))}. In layers {math.ceil(depth / 2)} to "
+        f"{depth - 1} the token explains {own.mean():.0%} of the variance of own values "
         f"({others['values at random init'].mean():.0%} at init), {others['queries'].mean():.0%} of queries, "
         f"{others['keys'].mean():.0%} of keys{'. Queries or keys depend on it as much, so nothing sets values apart' if alike else ''}."
     )

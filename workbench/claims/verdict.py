@@ -91,10 +91,11 @@ class Verdict:
         return f"{status} {self.scope}".strip()
 
     def adjusted(self) -> pd.DataFrame:
-        """Return the table with intervals as wide as the corrections demand, their level, and whether each row excludes 0.
+        """Return the table with `low_adjusted`, `high_adjusted`, as wide as the corrections demand, their level, and whether they exclude 0.
 
-        Bounds are NaN where an interval is not over seeds; such rows decide nothing, and `significant` is False. They are also NaN for
-        censored steps, where the p-value of the log-rank test says whether the difference is `significant`.
+        These bounds are NaN where an interval is not over seeds; such rows decide nothing, and `significant` is False. They are also NaN
+        for censored steps, where the p-value of the log-rank test says whether the difference is `significant`. `low` and `high` stay
+        the bounds without correction. A `note` names intervals of shares that pass -1 or 1.
         """
         if "each" not in self.table:
             return self.table
@@ -104,8 +105,7 @@ class Verdict:
         level = 1 - significance() / self.factor
         by_test = self.table["censored"].astype(bool) & (self.table["p_unadjusted"] * self.factor <= significance())
         clear = np.array([i.sign != 0 for i in wide], dtype=bool)
-        low, high = [i.low for i in wide], [i.high for i in wide]
-        return self.table.assign(low=low, high=high, significant=by_test | clear, level=level)
+        return with_adjusted(self.table, wide).assign(significant=by_test | clear, level=level)
 
     def unmet(self) -> dict[str, str]:
         """Return the comparisons that must have their sign for a supported claim and have not, each with the reason."""
@@ -115,7 +115,7 @@ class Verdict:
         needed, tested = table[table["role"].isin(ROLES[:2])], self.status == "gated" or math.isfinite(self.p)
         met = needed["significant"] & (needed["value"] * needed["expected"] > 0) & tested
         sign = "the adjusted interval does not exclude 0 in the claimed direction"
-        reasons = needed["low"].notna().map({True: sign, False: "no interval over seeds"})
+        reasons = needed["low_adjusted"].notna().map({True: sign, False: "no interval over seeds"})
         reasons = reasons.mask(needed["censored"], "the log-rank test does not decide in the claimed direction")
         if not tested:
             few = {True: "too few seeds for a test", False: "too few seeds for an interval"}
@@ -208,6 +208,18 @@ def interval_table(intervals: Mapping[Any, Interval], unit: str = "", others: Ma
     return pd.DataFrame(rows)
 
 
+def with_adjusted(table: pd.DataFrame, wide: Sequence[Interval]) -> pd.DataFrame:
+    """Return an `interval_table` with the bounds of its intervals after a correction, and a `note` on shares that pass -1 or 1."""
+    table, at = table.copy(), list(table.columns).index("high") + 1
+    table.insert(at, "low_adjusted", [i.low for i in wide])
+    table.insert(at + 1, "high_adjusted", [i.high for i in wide])
+    bounds = table[["low", "low_adjusted", "high", "high_adjusted"]].astype(float).abs().max(axis=1)
+    facts = zip(table["unit"].map(str), table["value"].astype(float).abs(), bounds, strict=True)
+    passing = "an interval passes -1 or 1: so few seeds do not bound this share"
+    notes = [passing if unit.startswith("share") and value <= 1 < bound else "" for unit, value, bound in facts]
+    return table.assign(note=notes) if any(notes) else table
+
+
 def judged_by_seed(verdict: Verdict) -> pd.DataFrame:
     """Return the judged differences of a verdict, a row for each comparison and a column for each seed."""
     rows = []
@@ -227,8 +239,9 @@ def in_one_sentence(verdict: Verdict) -> str:
     number, tested = "no number decides", math.isfinite(verdict.p)
     if len(rows):
         row = rows.iloc[0]
-        between = f" [{row['low']:+.3g}, {row['high']:+.3g}]"
-        between = between if math.isfinite(row["low"]) else f", p = {row['p_unadjusted']:.2g}" * tested
+        adjusted = " Holm-adjusted" if verdict.factor > 1 else ""
+        between = f" [{row['low_adjusted']:+.3g}, {row['high_adjusted']:+.3g}]{adjusted}"
+        between = between if math.isfinite(row["low_adjusted"]) else f", p = {row['p_unadjusted']:.2g}" * tested
         number = f"{row['comparison']} {row['value']:+.4g} {row['unit']}{between if row['n'] > 1 else ''}"
     few = "; too few seeds for a test" if verdict.status == "unresolved" and not tested else ""
     unmet = verdict.unmet() if tested else {}

@@ -88,23 +88,23 @@ def compared(
 def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[str, str]) -> go.Figure:
     """Plot paired differences over layers, a line for each architecture, with their intervals; hollow if not `significant`.
 
-    table: architecture, layer, value, low, high (NaN without an interval), significant. `axis`: unit and reading direction.
-    Custom data: the layer.
+    table: architecture, layer, value, low_adjusted, high_adjusted (NaN without an interval), significant. `axis`: unit and reading
+    direction. Custom data: the layer.
     """
     figure, series = go.Figure(), ordered(table["architecture"])
     for i, name in enumerate(series):
         rows = table[table["architecture"] == name].sort_values("layer")
-        up, down = rows["high"] - rows["value"], rows["value"] - rows["low"]
+        up, down = rows["high_adjusted"] - rows["value"], rows["value"] - rows["low_adjusted"]
         bars = {"array": up, "arrayminus": down, "thickness": 1.4, "width": 3}
         marks = [symbol(name, series) + ("" if clear else "-open") for clear in rows["significant"]]
         ends = [
             true_minus("" if np.isnan(low) else f" [{low:.3g}, {high:.3g}]")
-            for low, high in rows[["low", "high"]].to_numpy(float)
+            for low, high in rows[["low_adjusted", "high_adjusted"]].to_numpy(float)
         ]
         figure.add_scatter(
             x=rows["layer"] + DODGE * (i - (len(series) - 1) / 2), y=rows["value"], mode="lines+markers", name=label(name),
             line={"color": colour(name, series), "width": 1.5}, marker={"size": 8, "symbol": marks},
-            error_y=bars if rows["low"].notna().any() else None,
+            error_y=bars if rows["low_adjusted"].notna().any() else None,
             customdata=[[int(n), end] for n, end in zip(rows["layer"], ends, strict=True)],
             hovertemplate=f"{label(name)}<br>layer %{{customdata[0]}}: %{{y:.3g}}%{{customdata[1]}}<extra></extra>",
         )  # fmt: skip
@@ -112,7 +112,7 @@ def layer_differences(table: pd.DataFrame, title: str, under: str, axis: tuple[s
     figure.update_layout(showlegend=True)  # also of one model, which the title does not name
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(table["layer"]))
     figure.update_yaxes(title_text=axis_title(*axis))
-    note = beyond_range(axis[0], table["value"], table["low"], table["high"], difference=True)
+    note = beyond_range(axis[0], table["value"], table["low_adjusted"], table["high_adjusted"], difference=True)
     return dressed(figure, title, wrapped("; ".join(filter(None, (under, note))), 125), 330)
 
 

@@ -218,7 +218,10 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
     """Plot comparisons (comparison, value, low, high, unit), one panel per unit; those whose `verdict` is unresolved are hollow.
 
     `adjusted`: the tests over which the intervals are Holm-corrected, to the column `level` of the table.
+    Whiskers are `low_adjusted` and `high_adjusted` if the table has them.
     """
+    if "low_adjusted" in table:
+        table = table.assign(low=table["low_adjusted"], high=table["high_adjusted"])
     units = list(dict.fromkeys(table["unit"].fillna(""))) if "unit" in table else [""]
     parts = [table[table["unit"].fillna("") == unit] if "unit" in table else table for unit in units]
     beyond = [

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from workbench import plots, prompts
-from workbench.claims.verdict import interval_table
+from workbench.claims.verdict import interval_table, with_adjusted
 from workbench.claims.wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
@@ -228,8 +228,8 @@ def differences(source: Source, link: Link) -> Drawing:
     tested = [i for i, (*_, interval) in enumerate(rows) if interval.n >= MIN_SEEDS]
     factors = dict(zip(tested, holm_factors([rows[i][2].p for i in tested]), strict=True))
     wide = [interval.widened(factors.get(i, 1.0)) for i, (*_, interval) in enumerate(rows)]
-    table = interval_table({f"{name}, layer {layer}": i for (name, layer, _), i in zip(rows, wide, strict=True)})
-    table = table.drop(columns="unit").assign(
+    table = interval_table({f"{name}, layer {layer}": i for name, layer, i in rows})
+    table = with_adjusted(table, wide).drop(columns="unit").assign(
         architecture=[name for name, *_ in rows], layer=[layer for _, layer, _ in rows], metric=selected.metric,
         significant=[bool(i in factors and interval.sign) for i, interval in enumerate(wide)],
     )  # fmt: skip
@@ -237,7 +237,7 @@ def differences(source: Source, link: Link) -> Drawing:
     if most < 2 and link.on("compare"):
         raise WorkbenchError("one pair of runs, which A − B shows already")
     seeds = f"{few}{f' to {most}' if most > few else ''} paired seed{'s' * (most > 1)}"
-    shown = table if most >= MIN_SEEDS else table.assign(low=float("nan"), high=float("nan"))
+    shown = table if most >= MIN_SEEDS else table.assign(low_adjusted=float("nan"), high_adjusted=float("nan"))
     whisker = f"whisker: {confidence()} interval, Holm-adjusted over {len(tested)} comparisons; hollow: includes 0"
     whisker = whisker if tested else f"hollow: not tested, which takes {MIN_SEEDS} seeds"
     axes = [f"{axis}s" for axis in ("head", "position") if selected.rows[axis].nunique() > 1]

@@ -17,7 +17,7 @@ import pandas as pd
 
 from workbench import plots
 from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
-from workbench.claims.verdict import Verdict, interval_table, judge_differences
+from workbench.claims.verdict import Verdict, interval_table, judge_differences, with_adjusted
 from workbench.errors import WorkbenchError
 from workbench.files import digest
 from workbench.models.registry import architecture_label
@@ -79,6 +79,8 @@ class Finding:
     """The experiment of `rates` with the lowest final loss of the Transformer."""
     intervals: dict[str, Interval]
     """As wide as Holm's correction demands."""
+    plain: dict[str, Interval]
+    """The same without correction."""
     never: dict[str, str]
     """Runs of a series that never reached the step, as `2 of 3`, by series."""
     verdicts: dict[str, Verdict]
@@ -162,13 +164,13 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
         raise WorkbenchError(f"{outcome.quantity.replace('_', ' ')} was not logged to the end of these runs")
     never = {n: f"{int((~o['formed']).sum())} of {len(o)}" for n, o in outcomes.items() if not o["formed"].all()}
     title, verdicts = experiments[selected][0].title, judge_differences(intervals)
-    intervals = {name: interval.widened(verdicts[name].factor) for name, interval in intervals.items()}
+    plain, intervals = intervals, {name: i.widened(verdicts[name].factor) for name, i in intervals.items()}
     budget = math.nan
     if outcome is LOSS:
         from workbench.claims.collect import run_facts  # imports torch
 
         budget = tokens_per_parameter(pd.DataFrame([run_facts(Run.open(e.path)) for e in experiments[selected]]))
-    return Finding(outcome, selected, title, rates, best, intervals, never, verdicts, budget)
+    return Finding(outcome, selected, title, rates, best, intervals, plain, never, verdicts, budget)
 
 
 def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
@@ -275,10 +277,9 @@ def finding_differences(source: Source, link: Link) -> Drawing:
         "unresolved" if verdict.status == "unresolved" else _direction(result.intervals[name], result.outcome)
         for name, verdict in result.verdicts.items()
     ]
-    table = interval_table({names[n]: i for n, i in result.intervals.items()}, result.outcome.unit)
-    table = table.assign(
-        verdict=verdicts, level=[1 - significance() / verdict.factor for verdict in result.verdicts.values()]
-    )
+    table = interval_table({names[n]: i for n, i in result.plain.items()}, result.outcome.unit)
+    levels = [1 - significance() / verdict.factor for verdict in result.verdicts.values()]
+    table = with_adjusted(table, [*result.intervals.values()]).assign(verdict=verdicts, level=levels)
     under = f"{result.title}; left of 0: {result.outcome.less}"
     many = f"{len(table)} models" if len(table) > 1 else ""
     drawn = plots.narrow(plots.intervals(table, result.outcome.title, under, adjusted=many), HALF_PAGE)
