@@ -130,7 +130,7 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     caption = drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
     assert "whisker: 96.4 % to 99 % intervals, as Holm's correction over 5 models demands" in caption
     told = drawing.table.set_index("comparison").loc["SVFormer"]
-    assert told["low"] == pytest.approx(judged.loc["svformer at rate 0.003", "low"])
+    assert told["low"] == pytest.approx(judged.loc["SVFormer at rate 0.003", "low"])
     assert told["low_adjusted"] == found.intervals["svformer"].low < told["low"]
     hollow = dict(zip(drawing.figure.data[0].y, drawing.figure.data[0].marker.symbol, strict=True))
     assert hollow["key residual (control)"] == "circle-open", "decided by itself, not among five"

@@ -91,7 +91,7 @@ class Verdict:
         return f"{status} {self.scope}".strip()
 
     def adjusted(self) -> pd.DataFrame:
-        """Return the table with `low_adjusted`, `high_adjusted`, as wide as the corrections demand, their level, and whether they exclude 0.
+        """Return the table with `low_adjusted`, `high_adjusted`, as wide as corrections demand, their level, and whether they exclude 0.
 
         These bounds are NaN where an interval is not over seeds; such rows decide nothing, and `significant` is False. They are also NaN
         for censored steps, where the p-value of the log-rank test says whether the difference is `significant`. `low` and `high` stay
