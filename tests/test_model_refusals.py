@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.models import build
 
 SMALL = ModelConfig(n_layers=4, d_model=96, n_heads=4, d_mlp=256, d_vocab=1024, n_ctx=2048)
+
+
+def test_an_unknown_name_is_refused_with_the_choices():
+    refuse_unknown("layer", 1, (None, 0, 1))
+    refuse_unknown("layer", None, (None, 0, 1))
+    for unknown in (2, True, "x"):
+        with pytest.raises(UnknownName, match=r"unknown layer .*; choose from 0, 1$"):
+            refuse_unknown("layer", unknown, (None, "", 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_soft_caps_keep_values_and_pattern_but_not_what_would_be_wrong(ids):
     [
         ([[1.5, 2.5]], "needs token ids"),
         ([[1, 2, 3]], "8 positions"),
-        ([[1, 2], [3]], "no table of token ids"),
+        ([[1, 2], [3]], "rows of one length"),
         ([[0, 1, 2, VOCABULARY] * 3], f"ids 0 to {VOCABULARY} .*out of range.*: give ids of its vocabulary"),
         ([[0, 1, 2, 3] * 30], r"tokens \(1, 120\) .*no more positions than it reads"),
     ],

@@ -331,11 +331,11 @@ def test_a_failed_import_removes_only_its_own_files(tmp_path, monkeypatch):
     written(tmp_path / "y" / "a.log", "step 1 loss 2.0\n")
     other = runs / "n-y-s0"
 
-    def race(folder, *args, _write=log_import._write, **more):
+    def race(folder, *args, _write=log_import._write_telemetry, **more):
         written(other / "run.json", "{}")  # another process takes the second name meanwhile
         _write(folder, *args, **more)
 
-    monkeypatch.setattr(log_import, "_write", race)
+    monkeypatch.setattr(log_import, "_write_telemetry", race)
     with pytest.raises(WorkbenchError, match="exists"):
         import_logs([log.parent, tmp_path / "y"], runs, name="n")
     assert [path.name for path in runs.iterdir()] == ["n-y-s0"]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 
 MAX_INTEGER = 2**63  # of a tensor's size
 
@@ -20,14 +20,12 @@ MAX_INTEGER = 2**63  # of a tensor's size
 def _known(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
     fields = [each.name for each in dataclasses.fields(cls)]
     for key in values:
-        if key not in fields:
-            raise UnknownName(kind, key, fields)
+        refuse_unknown(kind, key, fields)
 
 
 def _complete(cls: Any, kind: str, values: Mapping[str, Any]) -> None:
     _known(cls, kind, values)
-    missing_both = (dataclasses.MISSING, dataclasses.MISSING)
-    required = [f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) == missing_both]
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [key for key in required if key not in values]:
         raise WorkbenchError(f"config lacks {', '.join(missing)}")
 
@@ -94,8 +92,7 @@ class ModelConfig:
         if isinstance(preset_or_config, ModelConfig):
             return preset_or_config
         if isinstance(preset_or_config, str):
-            if preset_or_config not in PRESETS:
-                raise UnknownName("preset", preset_or_config, PRESETS)
+            refuse_unknown("preset", preset_or_config, PRESETS)
             return PRESETS[preset_or_config].model
         if not isinstance(preset_or_config, Mapping):
             raise WorkbenchError(f"{preset_or_config!r}: a preset's name, a ModelConfig or a mapping of config keys")

@@ -98,9 +98,7 @@ def _missing(value: Any) -> bool:
 
 
 def _cell(value: Any) -> str:
-    if _missing(value):
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    return "" if _missing(value) else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 Progress = Callable[[int, int, str], None]  # called with (pieces done, number of pieces, present piece)

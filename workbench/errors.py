@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -16,12 +16,18 @@ class WorkbenchError(ValueError):
 class UnknownName(WorkbenchError):
     """A name that does not exist; the message lists the nearest names."""
 
-    def __init__(self, kind: str, name: object, choices: Iterable[str]) -> None:
-        self.kind, self.name, self.choices = kind, name, sorted(choices)
+    def __init__(self, kind: str, name: object, choices: Iterable[object]) -> None:
+        self.kind, self.name, self.choices = kind, name, sorted(str(c) for c in choices if c not in (None, ""))
         super().__init__(f"unknown {kind} {name!r}; {suggest(str(name), self.choices)}")
 
     def __reduce__(self) -> tuple[type, tuple[str, object, list[str]]]:
         return type(self), (self.kind, self.name, self.choices)  # so that a worker process can send it home
+
+
+def refuse_unknown(kind: str, name: object, choices: Collection[object]) -> None:
+    """Raise `UnknownName` for a name that is not among the choices; True and False are no names."""
+    if isinstance(name, bool) or name not in choices:
+        raise UnknownName(kind, name, choices)
 
 
 class BadData(WorkbenchError):
@@ -89,7 +95,6 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 def suggest(name: str, choices: list[str]) -> str:
     """The nearest choices to `name` in words, or all of them where few or none are near."""
-    near = difflib.get_close_matches(name, choices, n=4, cutoff=0.5)
-    if near:
+    if near := difflib.get_close_matches(name, choices, n=4, cutoff=0.5):
         return f"did you mean {', '.join(near)}?"
     return f"choose from {', '.join(choices[:60])}" if choices else "there is none"

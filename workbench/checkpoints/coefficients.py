@@ -174,21 +174,18 @@ def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iter
         for i, x in enumerate(values.tolist()):
             part = named[i] if named and len(values) == len(named) else f"{words} {i}" if len(values) > 1 else words
             yield row | {"part": part, "value": x}
-    elif (
-        values.ndim > 1 and set(values.shape[1:]) <= PARTS.keys()
-    ):  # by layer, of its sublayers, and by stream that they write
+    elif values.ndim > 1 and set(values.shape[1:]) <= PARTS.keys():
+        # by layer, of its sublayers, and by stream that they write
         for cell in itertools.product(*map(range, values.shape)):
             part = ", ".join([PARTS[2][cell[1]], *(f"stream {i}" for i in cell[2:])])
             yield row | {"layer": cell[0], "part": part, "value": float(values[cell])}
     else:
         numbered = quantity not in ("scalars", "skip_weights", "skip_gates", "table", "gains") and values.numel() > 1
         for n, x in enumerate(values.flatten().tolist()):
-            place = (
-                {"layer": n + (words == "after the first layer")}
-                if numbered
-                else {"part": str(n) if values.numel() > 1 else ""}
-            )
-            yield row | place | {"value": x}
+            if numbered:
+                yield row | {"layer": n + (words == "after the first layer"), "value": x}
+            else:
+                yield row | {"part": str(n) if values.numel() > 1 else "", "value": x}
 
 
 def _queries(

@@ -53,10 +53,8 @@ class Format:
         if self.beside is not None:
             facts = self.beside(container, path)
             return Info(format=self.name, path=path, step=facts[0], config=facts[1]) if facts else None
-        if (
-            not (self.keys and isinstance(container, dict) and set(self.keys) <= container.keys())
-            or self.without in container
-        ):
+        is_ours = bool(self.keys) and isinstance(container, dict) and set(self.keys) <= container.keys()
+        if not is_ours or self.without in container:
             return None
         config, code = container.get(self.config), container.get(self.code)
         return Info(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
+from workbench.errors import BadCheckpoint, WorkbenchError, refuse_unknown
 from workbench.files import read_bytes, read_json
 from workbench.storage.locations import Location, locate
 from workbench.storage.sync import Mirror
@@ -27,6 +27,7 @@ RUN_FILE = "run.json"
 CONFIG, WEIGHTS, PICKLED, ADAPTER = "config.json", "model.safetensors", "pytorch_model.bin", "adapter_config.json"
 METAS = "consolidated.00.pth"  # in a folder of Meta's, beside params.json
 LOG_ONLY = "was imported from a training log: it has no weights and no known model; the Training page shows its numbers"
+RECORDING = "was recorded in another training loop and holds no checkpoints"
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
 STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
@@ -93,7 +94,15 @@ def identify(
 
 def checkpoints_at(location: Location) -> list[Checkpoint]:
     """Return the checkpoint at a location, or the checkpoints of a series by step. A single one in a folder needs no step."""
-    place = _snapshot_in(location.path) or location.path
+    place = location.path
+    if place.name.startswith("models--") and (reference := place / "refs" / "main").is_file():  # of the Hub's cache
+        try:
+            main = read_bytes(reference, 4096).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadCheckpoint(f"{reference} cannot be read: {error}") from error
+        if not re.fullmatch(r"\w+", main):
+            raise BadCheckpoint(f"{reference} holds {main[:80]!r}, not the name of a revision; fetch the model again")
+        place = place / "snapshots" / main
     if place.suffix == ".distcp" or (place.name in SHARDS and place.is_file()):
         refuse_shards(place.parent)
     if (place / METAS).is_file() and not (place / CONFIG).exists():
@@ -111,20 +120,6 @@ def checkpoints_at(location: Location) -> list[Checkpoint]:
 
     revision = STEP.search(location.given.partition("@")[2])
     return [Checkpoint(hub.folder_of(location.given), int(revision[1]) if revision else None)]
-
-
-def _snapshot_in(folder: Path) -> Path | None:
-    """Return the main revision in a folder of the Hub's cache (`models--gpt2`); None for any other path."""
-    reference = folder / "refs" / "main"
-    if not folder.name.startswith("models--") or not reference.is_file():
-        return None
-    try:
-        revision = read_bytes(reference, 4096).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"{reference} cannot be read: {error}") from error
-    if not re.fullmatch(r"\w+", revision):
-        raise BadCheckpoint(f"{reference} holds {revision[:80]!r}, not the name of a revision; fetch the model again")
-    return folder / "snapshots" / revision
 
 
 def _checkpoint(path: Path, step: int | None) -> Checkpoint:
@@ -151,14 +146,9 @@ def available_steps(run: Path, description: Mapping[str, Any]) -> list[int]:
     """Return these steps; raises `BadCheckpoint` for an empty list."""
     if steps := complete_steps(run):
         return steps
-    reasons = {
-        "log": LOG_ONLY,
-        "recorder": "was recorded in another training loop and holds no checkpoints",
-        "shipped": f"is shipped {WITHOUT}",
-    }
-    raise BadCheckpoint(
-        f"{run} {next((r for key, r in reasons.items() if key in description), 'has no complete checkpoint yet')}"
-    )
+    reasons = {"log": LOG_ONLY, "recorder": RECORDING, "shipped": f"is shipped {WITHOUT}"}
+    reason = next((r for key, r in reasons.items() if key in description), "has no complete checkpoint yet")
+    raise BadCheckpoint(f"{run} {reason}")
 
 
 def select_steps(steps: str | int | list[int], available: list[int], owner: str) -> list[int]:
@@ -166,8 +156,7 @@ def select_steps(steps: str | int | list[int], available: list[int], owner: str)
     ends = sorted({*available[:1], *available[-1:]})
     words = {"last": available[-1:], "first": available[:1], "all": available, "ends": ends}
     if isinstance(steps, str):
-        if steps not in words:
-            raise UnknownName("steps", steps, words)
+        refuse_unknown("steps", steps, words)
         return words[steps]
     wanted = [steps] if isinstance(steps, int) else list(steps)
     if absent := [step for step in wanted if step not in available]:

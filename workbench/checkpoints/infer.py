@@ -18,7 +18,7 @@ from workbench.checkpoints.llama_names import EMBEDDINGS, HEAD, SETTINGS, SPELLI
 from workbench.checkpoints.rotary_settings import plain_theta
 from workbench.checkpoints.state import State, prefix_advice
 from workbench.config import ModelConfig
-from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, UnknownName, WorkbenchError, warn_caller
+from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError, refuse_unknown, warn_caller
 from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 
 Shapes = Mapping[str, list[int]]
@@ -77,16 +77,14 @@ def infer(state: State, given: Given) -> Design:
         raise BadCheckpoint(f"{info.path}: n_layers={config.n_layers}, but there are only {len(state.tensors)} tensors")
     for ours, stored in tensors.items() if form and form.rotates_neighbours else ():
         heads = {"q_proj": config.n_heads, "k_proj": config.n_key_value_heads}.get(ours.split(".")[-2])
-        if (
-            heads and len(stored.shape) == 2 and stored.shape[0] == heads * config.d_head
-        ):  # others are refused by their shape
+        if heads and len(stored.shape) == 2 and stored.shape[0] == heads * config.d_head:  # others are refused later
             tensors[ours] = stored.half_rotated(heads)
     own = values.get("workbench") or {}
     try:
         if own:
             known, options = architecture(own["architecture"]).options, own.get("options", {})
-            if strange := [key for key in options if key not in known]:
-                raise UnknownName(f"option of {own['architecture']}", strange[0], known)
+            for key in options:
+                refuse_unknown(f"option of {own['architecture']}", key, known)
             _ = options | {}
     except (KeyError, TypeError, AttributeError, WorkbenchError) as error:
         raise BadCheckpoint(
@@ -159,7 +157,16 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     for name, key in (("mlp.gate_proj.weight", "d_mlp"), ("self_attn.k_proj.weight", "k")):
         if len(first.get(name, ())) == 2:
             settings[key] = first[name][0]
-    settings |= _from_script(state) | dict(given)
+    script, form = dict(values), formats().get(state.info.format)
+    if form:
+        script |= {ours: values[theirs] for theirs, ours in form.settings.items() if theirs in values}
+    for ours, llamas in SETTINGS.items():  # the first spelling counts
+        spelled = (script[key] for key in (ours, llamas, *SPELLINGS.get(ours, ())) if script.get(key) is not None)
+        if (value := next(spelled, None)) is not None:
+            settings[ours] = value
+    if (theta := plain_theta(script, where)) is not None:
+        settings.setdefault("rope_theta", theta)
+    settings |= given
     if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
         what = f"nothing says {' and '.join(missing)}"
         raise BadCheckpoint(f"{state.info.sentence()}, but {what}; give config={{...}} with them")
@@ -171,21 +178,6 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
         what = f"{' and '.join(assumed)}; {', '.join(f'{key}={defaults[key]}' for key in assumed)} is assumed"
         warn_caller(f"{where} does not say {what}. Say it with config={{...}} (--config)", ArchitectureAssumed)
     return _config(settings, where)
-
-
-def _from_script(state: State) -> dict[str, Any]:
-    """Return the settings of a script by our names; the first spelling counts."""
-    values, form = dict(state.info.config or {}), formats().get(state.info.format)
-    if form:
-        values |= {ours: values[theirs] for theirs, ours in form.settings.items() if theirs in values}
-    settings: dict[str, Any] = {}
-    for ours, llamas in SETTINGS.items():
-        for key in (ours, llamas, *SPELLINGS.get(ours, ())):
-            if values.get(key) is not None:
-                settings.setdefault(ours, values[key])
-    if (theta := plain_theta(values, state.info.path)) is not None:
-        settings.setdefault("rope_theta", theta)
-    return settings
 
 
 def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

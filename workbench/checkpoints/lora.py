@@ -40,7 +40,22 @@ def read_merged(checkpoint: Checkpoint) -> State:
     for name, stored in safetensors_table(folder / WEIGHTS).items():
         stored.check(name)
     base = read_plain(_base(folder, settings.get("base_model_name_or_path"), settings.get("revision")))
-    merged = _merged(base, folder)
+    if importlib.util.find_spec("peft") is None:
+        raise BadCheckpoint(f"{folder} is an adapter; merging it takes peft: {install('adapters')}")
+    from peft import PeftModel
+
+    reason = NotCovered(f"{base.info.path} is the base of {folder}")
+    module = from_transformers(base, reason, None)
+    try:
+        with quiet(), warnings.catch_warnings(record=True) as told:  # deprecations between the two libraries, too
+            warnings.simplefilter("always")
+            adapted = PeftModel.from_pretrained(module, str(folder), local_files_only=True)
+            merged: dict[str, Any] = adapted.merge_and_unload(safe_merge=True).state_dict()
+    except Exception as error:  # whatever another library makes of settings that do not fit
+        first = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
+        raise BadCheckpoint(f"{folder} cannot be merged into {base.info.path}: {first}") from error
+    if lost := [str(warning.message) for warning in told if "adapter keys" in str(warning.message)]:
+        raise BadCheckpoint(f"{folder} cannot be merged into {base.info.path}: {lost[0][:300]}")
     tensors = {name: Stored(folder, t.dtype, tuple(t.shape), held=t) for name, t in merged.items()}
     files = (*base.info.files, folder / WEIGHTS)
     step = checkpoint.step
@@ -74,25 +89,3 @@ def _base(folder: Path, named: Any, revision: Any) -> Checkpoint:
     if (base / ADAPTER).is_file():
         raise BadCheckpoint(f"{where}, an adapter itself; write the folder of a model")
     return identify(base)
-
-
-def _merged(base: State, folder: Path) -> dict[str, Any]:
-    if importlib.util.find_spec("peft") is None:
-        raise BadCheckpoint(f"{folder} is an adapter; merging it takes peft: {install('adapters')}")
-    from peft import PeftModel
-
-    reason = NotCovered(f"{base.info.path} is the base of {folder}")
-    module = from_transformers(base, reason, None)
-    try:
-        with quiet(), warnings.catch_warnings(record=True) as told:  # deprecations between the two libraries, too
-            warnings.simplefilter("always")
-            adapted = PeftModel.from_pretrained(module, str(folder), local_files_only=True)
-            merged: dict[str, Any] = adapted.merge_and_unload(safe_merge=True).state_dict()
-    except Exception as error:  # whatever another library makes of settings that do not fit
-        first = next(iter(str(error).strip().splitlines()), "")[:300]
-        raise BadCheckpoint(
-            f"{folder} cannot be merged into {base.info.path}: {type(error).__name__}: {first}"
-        ) from error
-    if lost := [str(warning.message) for warning in told if "adapter keys" in str(warning.message)]:
-        raise BadCheckpoint(f"{folder} cannot be merged into {base.info.path}: {lost[0][:300]}")
-    return merged

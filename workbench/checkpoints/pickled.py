@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
 import threading
 import zipfile
 import zlib
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documented way to read a checkpoint's layout
 
@@ -45,8 +45,38 @@ def unpickle(path: Path) -> Any:
                 with _ALLOWING, torch.serialization.safe_globals([*stand_ins, *torch.serialization.get_safe_globals()]):
                     contents = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes make the unpickler raise errors of any kind, MemoryError included
-            raise BadCheckpoint(f"{path} {_cause(path, error)}") from error
-        return _placed(contents, path, records)
+            if not (culprits := [name for name in _unsafe_globals(path) if name not in STAND_INS]):
+                cause = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
+                what = f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {cause}"
+            elif any(name.startswith("torch.nn.") for name in culprits):
+                what = (
+                    f"holds a whole pickled module ({', '.join(culprits[:6])}), which only running its code could open. Where that code "
+                    "is, save the weights alone, torch.save(module.state_dict(), path), and open that file"
+                )
+            else:
+                what = (
+                    f"would have to run code to be opened: it holds {', '.join(culprits[:6])}. Where that code is, save the weights alone, "
+                    "torch.save(torch.load(path, weights_only=False)['model'], OUT) with the key of the weights, and open OUT"
+                )
+            raise BadCheckpoint(f"{path} {what}") from error
+        seen: dict[int, Any] = {}
+
+        def place(item: Any, depth: int) -> Any:
+            if id(item) in seen:
+                return seen[id(item)]
+            if depth > MAX_DEPTH:
+                raise BadCheckpoint(f"{path} nests containers more than {MAX_DEPTH} deep")
+            if isinstance(item, torch.Tensor):
+                result: Any = _stored(item, path, records)
+            elif isinstance(item, dict):
+                result = {key: place(inner, depth + 1) for key, inner in item.items()}
+            elif isinstance(item, list | tuple):
+                result = [place(inner, depth + 1) for inner in item]
+            else:
+                return item
+            return seen.setdefault(id(item), result)
+
+        return place(contents, 0)
 
 
 def _unsafe_globals(path: Path) -> list[str]:
@@ -57,32 +87,24 @@ def _unsafe_globals(path: Path) -> list[str]:
         return []
 
 
-def _cause(path: Path, error: Exception) -> str:
-    culprits = [name for name in _unsafe_globals(path) if name not in STAND_INS]
-    if not culprits:
-        cause = next(iter(str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()), "")
-        return f"is damaged or no PyTorch checkpoint: {type(error).__name__}: {cause}"
-    named = ", ".join(culprits[:6])
-    if any(c.startswith("torch.nn.") for c in culprits):
-        return (
-            f"holds a whole pickled module ({named}), which only running its code could open. Where that code is, save "
-            "the weights alone, torch.save(module.state_dict(), path), and open that file"
-        )
-    return (
-        f"would have to run code to be opened: it holds {named}. Where that code is, save the weights alone, "
-        "torch.save(torch.load(path, weights_only=False)['model'], OUT) with the key of the weights, and open OUT"
-    )
-
-
 def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
-    """Return the archive's records by the offset of their first byte, after checking the pickle's checksum.
-
-    Compressed records are refused, and larger ones than the file: PyTorch allocates before it reads.
-    """
+    """Return the archive's records by the offset of their first byte; compressed ones, and larger ones than the file, are refused."""
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            _refuse_other_archives(archive.namelist(), path)
+            names = archive.namelist()
+            inside = {name.split("/", 1)[-1] for name in names}
+            script = any(name.startswith("code/") for name in inside)
+            if script or any(name.endswith(("exported_program.json", "models/model.json")) for name in names):
+                kind = "a TorchScript program (torch.jit.save)" if script else "an exported program (torch.export.save)"
+                weights = "torch.jit.load(path).state_dict()" if script else "torch.export.load(path).state_dict"
+                raise BadCheckpoint(
+                    f"{path} is {kind}, not weights alone. If you trust it, save its weights, torch.save({weights}, OUT), and open OUT"
+                )
+            if "data.pkl" not in inside:
+                shown = ", ".join(sorted(names)[:4]) or "nothing"
+                what = f"is a ZIP archive without the data.pkl of a PyTorch checkpoint: it holds {shown}"
+                raise BadCheckpoint(f"{path} {what}. Open the file that torch.save or safetensors wrote")
             records = {}
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED:
@@ -107,44 +129,6 @@ def _records(path: Path) -> dict[int, zipfile.ZipInfo]:
     return records
 
 
-def _refuse_other_archives(names: list[str], path: Path) -> None:
-    """Raise `BadCheckpoint` for PyTorch programs and archives of other libraries."""
-    inside = {name.split("/", 1)[-1] for name in names}
-    script = any(name.startswith("code/") for name in inside)
-    if script or any(name.endswith(("exported_program.json", "models/model.json")) for name in names):
-        kind = "a TorchScript program (torch.jit.save)" if script else "an exported program (torch.export.save)"
-        weights = "torch.jit.load(path).state_dict()" if script else "torch.export.load(path).state_dict"
-        raise BadCheckpoint(
-            f"{path} is {kind}, not weights alone. If you trust it, save its weights, torch.save({weights}, OUT), and open OUT"
-        )
-    if "data.pkl" not in inside:
-        shown = ", ".join(sorted(names)[:4]) or "nothing"
-        what = f"is a ZIP archive without the data.pkl of a PyTorch checkpoint: it holds {shown}"
-        raise BadCheckpoint(f"{path} {what}. Open the file that torch.save or safetensors wrote")
-
-
-def _placed(value: Any, path: Path, records: dict[int, zipfile.ZipInfo]) -> Any:
-    """Return the same containers with each tensor as a `Stored`; what occurs twice is placed once."""
-    seen: dict[int, Any] = {}
-
-    def place(item: Any, depth: int) -> Any:
-        if id(item) in seen:
-            return seen[id(item)]
-        if depth > MAX_DEPTH:
-            raise BadCheckpoint(f"{path} nests containers more than {MAX_DEPTH} deep")
-        if isinstance(item, torch.Tensor):
-            result: Any = _stored(item, path, records)
-        elif isinstance(item, dict):
-            result = {key: place(inner, depth + 1) for key, inner in item.items()}
-        elif isinstance(item, list | tuple):
-            result = [place(inner, depth + 1) for inner in item]
-        else:
-            return item
-        return seen.setdefault(id(item), result)
-
-    return place(value, 0)
-
-
 def _stored(tensor: torch.Tensor, path: Path, records: dict[int, zipfile.ZipInfo]) -> Stored:
     """Return the place of a tensor in the file; raises `BadCheckpoint` if the file has no such bytes."""
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -159,9 +143,8 @@ def _stored(tensor: torch.Tensor, path: Path, records: dict[int, zipfile.ZipInfo
         return Stored(path, tensor.dtype, shape)
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     first = int(tensor.storage_offset()) * tensor.element_size()
-    stored = Stored(
-        path, tensor.dtype, shape, (begin or 0) + first, None if tensor.is_contiguous() else tensor.stride()
-    )
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    stored = Stored(path, tensor.dtype, shape, (begin or 0) + first, stride)
     record = records.get(begin) if begin is not None else None
     if record is None or first + stored.span * tensor.element_size() > record.file_size:
         raise BadCheckpoint(f"{path} is damaged: a tensor {list(shape)} has no such bytes in the file; copy it again")
@@ -226,13 +209,11 @@ class _Type:
 
 def _scalar(kind: Any = None, data: Any = b"", *_: Any) -> Any:
     """Return the number in the bytes of a numpy scalar."""
-    match = re.fullmatch(r"([fiub])([1248])", getattr(kind, "code", ""))
-    if match is None or not isinstance(data, bytes) or len(data) != int(match[2]):
+    try:
+        (number,) = np.frombuffer(data, kind.order + re.fullmatch("[fiub][1248]", kind.code)[0])  # type: ignore[index]
+        return number.item()
+    except (AttributeError, TypeError, ValueError):
         return NotRead()
-    kinds = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-    letters = dict(zip(kinds, "efdbhiqBHIQ", strict=True))
-    letter = "?" if match[1] == "b" else letters.get(match[0], "")
-    return struct.unpack(f"{kind.order}{letter}", data)[0] if letter else NotRead()
 
 
 _NUMPY: dict[str, Callable[..., Any]] = {"scalar": _scalar, "_reconstruct": NotRead}

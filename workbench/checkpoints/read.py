@@ -29,10 +29,8 @@ def read(checkpoint: Checkpoint) -> State:
     path = checkpoint.path
     lease = None if checkpoint.mirror is None else reading(path)
     weights, info = _directory(path) if path.is_dir() else _file(path, checkpoint.key)
-    tensors, prefix = (
-        {k: v for k, v in weights.items() if isinstance(k, str) and isinstance(v, Stored)},
-        checkpoint.strip_prefix,
-    )
+    tensors = {k: v for k, v in weights.items() if isinstance(k, str) and isinstance(v, Stored)}
+    prefix = checkpoint.strip_prefix
     for key, value in weights.items():
         if key not in tensors and not str(key).endswith("_extra_state"):  # of modules, as Transformer Engine's
             raise BadCheckpoint(f"{path}: {key!r} among the weights is no tensor but {_kind(value)}")
@@ -40,7 +38,22 @@ def read(checkpoint: Checkpoint) -> State:
     if prefix and not below:
         begins = sorted({f"{name.split('.')[0]}." for name in tensors})
         raise BadCheckpoint(f"{path}: no tensor's name begins with {prefix!r}; {suggest(prefix, begins)}")
-    tensors, stripped = _without_wrappers(below, path)
+    names, taken = {name: name for name in below}, []  # prefixes of DDP, FSDP, torch.compile and Lightning
+    for part in WRAPPERS:
+        if any(part in name.split(".") for name in names.values()):
+            names = {k: ".".join(p for p in name.split(".") if p != part) for k, name in names.items()}
+            taken.append(f"{part}.")
+    while EMBEDDINGS not in names.values():  # `model.` is Llama's own
+        shared = next((f"{p}." for p in LEADING if names and all(n.startswith(f"{p}.") for n in names.values())), None)
+        if shared is None:
+            break
+        names = {k: name.removeprefix(shared) for k, name in names.items()}
+        taken.append(shared)
+    if len(set(names.values())) < len(names):
+        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
+        both = [k for k, name in names.items() if name == twice]
+        raise BadCheckpoint(f"{path} holds {twice} more than once: as {' and '.join(both)}; save one of them")
+    tensors, stripped = {names[k]: tensor for k, tensor in below.items()}, tuple(taken)
     if prefix:
         stripped = (prefix, *stripped)
     step = checkpoint.step if info.step is None else info.step
@@ -105,8 +118,8 @@ def _weights_in(
     )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return a directory's files of weights: one, or those in its index."""
+def _directory(folder: Path) -> tuple[dict[str, Stored], Info]:
+    """Return the tensors of a Hugging Face directory, in one file of weights or those in its index, and its facts."""
     if not is_directory(folder):
         refuse_shards(folder, UNREAD)
         raise BadCheckpoint(f"{folder} is no checkpoint: it has no {CONFIG} and no weights")
@@ -116,25 +129,22 @@ def _weight_files(folder: Path) -> list[Path]:
         refuse_shards(folder, UNREAD)
         _ = read_json(folder / CONFIG)
         raise BadCheckpoint(f"{folder / WEIGHTS} is missing; so are {PICKLED} and their indices")
-    if not first.name.endswith(".index.json"):
-        return [first]
-    mapping = read_json(first).get("weight_map")
-    if not isinstance(mapping, dict):
-        raise BadCheckpoint(f"{first} has no weight_map")
-    kind = "safetensors" if WEIGHTS in first.name else "bin"
-    names = sorted({str(name) for name in mapping.values()})
-    if bad := [name for name in names if Path(name).name != name or not name.endswith(f".{kind}")]:
-        raise BadCheckpoint(f"{first} points outside its folder or at no {kind} file: {bad[0]!r}")
-    for name in names:
-        place, home = (folder / name).resolve(), folder.resolve()
-        if not place.is_relative_to(home) and place.parent.name != "blobs":  # where the Hub's cache keeps all files
-            raise BadCheckpoint(f"{first} names {name!r}, a link to {place} outside its folder; copy that file there")
-    return [first.with_name(name) for name in names]
-
-
-def _directory(folder: Path) -> tuple[dict[str, Stored], Info]:
-    """Return the tensors of a Hugging Face directory, and its facts."""
-    files, tensors = _weight_files(folder), dict[str, Stored]()
+    files = [first]
+    if first.name.endswith(".index.json"):
+        mapping = read_json(first).get("weight_map")
+        if not isinstance(mapping, dict):
+            raise BadCheckpoint(f"{first} has no weight_map")
+        kind = "safetensors" if WEIGHTS in first.name else "bin"
+        names = sorted({str(name) for name in mapping.values()})
+        if bad := [name for name in names if Path(name).name != name or not name.endswith(f".{kind}")]:
+            raise BadCheckpoint(f"{first} points outside its folder or at no {kind} file: {bad[0]!r}")
+        for name in names:
+            place, home = (folder / name).resolve(), folder.resolve()
+            if not place.is_relative_to(home) and place.parent.name != "blobs":  # where the Hub's cache keeps all files
+                where = f"a link to {place} outside its folder"
+                raise BadCheckpoint(f"{first} names {name!r}, {where}; copy that file there")
+        files = [first.with_name(name) for name in names]
+    tensors = dict[str, Stored]()
     for path in files:
         is_pickled = path.suffix != ".safetensors"
         for name, stored in (_weights_in(unpickle(path), path)[0] if is_pickled else safetensors_table(path)).items():
@@ -146,26 +156,6 @@ def _directory(folder: Path) -> tuple[dict[str, Stored], Info]:
     if (folder / "trainer_state.json").exists():
         form, step = "Hugging Face Trainer", whole_number(read_json(folder / "trainer_state.json").get("global_step"))
     return tensors, Info(format=form, path=folder, step=step, config=read_json(folder / CONFIG))
-
-
-def _without_wrappers(tensors: Mapping[str, Stored], path: Path) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Remove the prefixes of DDP, FSDP, torch.compile and Lightning; return the tensors and the prefixes, in order."""
-    names, taken = {name: name for name in tensors}, []
-    for part in WRAPPERS:
-        if any(part in name.split(".") for name in names.values()):
-            names = {k: ".".join(p for p in name.split(".") if p != part) for k, name in names.items()}
-            taken.append(f"{part}.")
-    while EMBEDDINGS not in names.values():  # `model.` is Llama's own
-        shared = next((f"{p}." for p in LEADING if names and all(n.startswith(f"{p}.") for n in names.values())), None)
-        if shared is None:
-            break
-        names = {k: name.removeprefix(shared) for k, name in names.items()}
-        taken.append(shared)
-    if len(set(names.values())) < len(names):
-        twice = next(name for name in names.values() if list(names.values()).count(name) > 1)
-        both = [k for k, name in names.items() if name == twice]
-        raise BadCheckpoint(f"{path} holds {twice} more than once: as {' and '.join(both)}; save one of them")
-    return {names[k]: tensor for k, tensor in tensors.items()}, tuple(taken)
 
 
 def _kind(value: Any) -> str:

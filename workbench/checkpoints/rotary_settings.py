@@ -53,10 +53,8 @@ def check_rotary(config: Any, where: Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for block in _blocks(config.to_dict()):
-        kind = block["rope_type"]
-        if kind not in (
-            known := ("default", getattr(type(config), "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS)
-        ):
+        known = ("default", getattr(type(config), "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS)
+        if (kind := block["rope_type"]) not in known:
             raise BadCheckpoint(f"{where}: {UnknownName('rope_type', kind, set(known))}")
         for key in POSITIVE:
             given = block.get(key)

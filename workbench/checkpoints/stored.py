@@ -35,9 +35,8 @@ class Stored:
     shape: tuple[int, ...]
     offset: int = 0
     stride: tuple[int, ...] | None = None  # None: rows one after another
-    lies_as: tuple[int, ...] | None = (
-        None  # sizes of the axes that `stride` steps along, where they are more than the tensor's
-    )
+    # sizes of the axes that `stride` steps along, where they are more than the tensor's
+    lies_as: tuple[int, ...] | None = None
     held: torch.Tensor | None = None
 
     @property
@@ -156,9 +155,8 @@ def refuse_other_kinds(path: Path) -> None:
     begin = b"ONNX" if path.suffix == ".onnx" else first_bytes(path)
     if kind := next((kind for signatures, kind in KINDS if begin.startswith(signatures)), None):
         raise BadCheckpoint(f"{path} is {kind}")
-    if begin.startswith(b"\x08") and (
-        b"pytorch" in begin or b"onnx" in begin
-    ):  # no signature: a version and a producer
+    # no signature: a version and a producer
+    if begin.startswith(b"\x08") and (b"pytorch" in begin or b"onnx" in begin):
         raise BadCheckpoint(f"{path} is an ONNX model, which is not read: open the checkpoint it was exported from")
     if begin[8:10] == b'{"' and path.suffix != ".safetensors":
         raise BadCheckpoint(f"{path} is a safetensors file under another name: call it {path.stem}.safetensors")

@@ -17,7 +17,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.places import SHIPPED
 
 _SETTINGS = {"debug": False}
@@ -65,8 +65,8 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
         case "architecture":
             from workbench.models.registry import ARCHITECTURES
 
-            if unknown := [part for part in value.split("+") if part not in ARCHITECTURES]:
-                raise UnknownName("architecture", unknown[0], ARCHITECTURES)
+            for part in value.split("+"):
+                refuse_unknown("architecture", part, ARCHITECTURES)
         case "preset":
             from workbench.config import ModelConfig
 
@@ -74,10 +74,10 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
         case "metric":
             from workbench.cli.listing import measures
 
-            if unknown := [name for name in value or () if name not in measures()]:
-                raise UnknownName("metric", unknown[0], measures())
-        case "task" if value not in TASKS:
-            raise UnknownName("task", value, TASKS)
+            for name in value or ():
+                refuse_unknown("metric", name, measures())
+        case "task":
+            refuse_unknown("task", value, TASKS)
         case "version" if value:
             from workbench import __version__
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from workbench.errors import UnknownName
+from workbench.errors import refuse_unknown
 from workbench.places import HERE, SHIPPED, plugins, studies
 
 Rows = list[dict[str, Any]]
@@ -19,8 +19,7 @@ LISTINGS = ("architectures", "metrics", "interventions", "presets", "claims", "s
 def listing(kind: str, runs: Path | None = None) -> tuple[Rows, list[str]]:
     """Return the rows of a table and notes about it. Raises `UnknownName` for an unknown kind."""
     rows, notes = list[dict[str, Any]](), list[str]()
-    if kind not in LISTINGS:
-        raise UnknownName("listing", kind, LISTINGS)
+    refuse_unknown("listing", kind, LISTINGS)
     if kind in ("metrics", "interventions"):
         return _registered(kind.removesuffix("s"), kind), []
     if kind == "architectures":

@@ -74,13 +74,12 @@ def diff_command(
     import json
 
     from workbench.console import note, print_table, progress, say
-    from workbench.errors import UnknownName
+    from workbench.errors import refuse_unknown
     from workbench.reports.differences import TABLES, diff
     from workbench.runs.tables import refuse_ending, write_table_as
 
     refuse_ending(out)
-    if only is not None and only not in TABLES:
-        raise UnknownName("table", only, TABLES)
+    refuse_unknown("table", only, (None, *TABLES))
     if out is not None and only is None:
         raise WorkbenchError(f"{out.name} holds one table: choose with --only {' | '.join(TABLES)}")
     steps = [step_of(part) for part in step.split(",")]

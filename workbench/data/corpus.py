@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import BadData, UnknownName, suggest
+from workbench.errors import BadData, refuse_unknown, suggest
 from workbench.files import MAX_CORPUS, open_regular, read_bytes, read_json, replacing, write_json
 from workbench.places import SHIPPED
 
@@ -179,8 +179,7 @@ class Corpus:
 
     def split(self, name: str) -> tuple[Document, ...]:
         """The documents of one side, `train` or `validation`."""
-        if name not in SPLITS:
-            raise UnknownName("split", name, SPLITS)
+        refuse_unknown("split", name, SPLITS)
         return tuple(document for document in self.documents if document.split == name)
 
     @property

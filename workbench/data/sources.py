@@ -34,7 +34,7 @@ from workbench.data.tokenizer import (
     write_tokenized,
 )
 from workbench.environment import CACHE, XDG_CACHE, cache_folder, variable
-from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.errors import BadCheckpoint, BadData, refuse_unknown
 from workbench.files import digest, local, write_json
 
 
@@ -177,10 +177,6 @@ class _TokensAlone:
     def d_vocab(self) -> int:
         return self.vocabulary
 
-    def _refuse_other(self, domain: str | None) -> None:
-        if domain not in (None, *self.domains):
-            raise UnknownName("domain", domain, self.domains)
-
     def _described(self, **options: Any) -> dict[str, Any]:
         facts = {"kind": self.kind, "hash": self.hash, "vocabulary": self.d_vocab, **options}
         return facts | {"domains": list(self.domains)}
@@ -212,7 +208,7 @@ class RepeatedData(_TokensAlone):
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return sequences of the longest period, each a document, apart from all training steps."""
-        self._refuse_other(domain)
+        refuse_unknown("domain", domain, (None, *self.domains))
         check_numbers(seed=(seed, 0))
         ids = self._drawn(n, T, task_generator("repeated validation", seed), None)
         return Sample(ids, range(n), "validation", "repeated")
@@ -270,7 +266,7 @@ class BackcopyData(_TokensAlone):
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return sequences, each a document, apart from all training steps."""
-        self._refuse_other(domain)
+        refuse_unknown("domain", domain, (None, *self.domains))
         check_numbers(seed=(seed, 0))
         ids = self.drawn(n, T, [task_generator("backcopy validation", seed)])[0]
         return Sample(ids, range(n), "validation", "backcopy", self)
@@ -322,7 +318,7 @@ class TokenData(_TokensAlone):
 
     def sample(self, n: int, T: int, *, seed: int = 0, domain: str | None = None) -> Sample:
         """Return at most n windows of T tokens without overlap, each a document."""
-        self._refuse_other(domain)
+        refuse_unknown("domain", domain, (None, *self.domains))
         windows = _windows(self.validation, T)
         order = _order(len(windows), seed, 0)[:n]
         return Sample(torch.from_numpy(windows[order].astype(np.int64)), [int(i) for i in order], "validation")

@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 
 from workbench.data.tokenizer_limits import open_backend, without_panics
-from workbench.errors import BadCheckpoint, BadData, UnknownName
+from workbench.errors import BadCheckpoint, BadData, refuse_unknown
 from workbench.files import digest, read_text, table_bytes, write_table, write_text
 
 if TYPE_CHECKING:
@@ -168,26 +168,21 @@ class TokenDocuments:
         _check_length(length)
         if n < 1 or seed < 0:
             raise BadData(f"n is {n} and seed is {seed}; n must be at least 1 and seed at least 0")
+        refuse_unknown("domain", domain, {None, *self.domains})
         order, where = np.random.default_rng(seed).random((2, len(self.domains)))  # of all: domains share windows
         spare = np.diff(self.starts) - length
-        chosen = [int(i) for i in np.argsort(order) if spare[i] >= 0 and self._is_in(int(i), domain)][:n]
+        chosen = [int(i) for i in np.argsort(order) if spare[i] >= 0 and domain in (None, self.domains[i])][:n]
         if not chosen:
-            lengths = [len(self.document(i)) for i in range(len(self.domains)) if self._is_in(i, domain)]
+            lengths = [len(self.document(i)) for i, own in enumerate(self.domains) if domain in (None, own)]
             which = f"{domain} document" if domain else "document"
             raise BadData(f"no {which} has {length} tokens; the longest has {max(lengths, default=0)}")
         begin = [self.starts[i] + int(where[i] * (spare[i] + 1)) for i in chosen]
         return torch.from_numpy(np.stack([self.ids[b : b + length] for b in begin]).astype(np.int64)), chosen
 
-    def _is_in(self, index: int, domain: str | None) -> bool:
-        if domain is not None and domain not in self.domains:
-            raise UnknownName("domain", domain, set(self.domains))
-        return domain is None or self.domains[index] == domain
-
 
 def start_tokens(bos: Any) -> Literal["first", "each"] | None:
     """Return a checked option: no start tokens (None), one for each document ("first") or for each sequence ("each")."""
-    if bos not in (None, *START_TOKENS):
-        raise UnknownName("bos option", bos, START_TOKENS)
+    refuse_unknown("bos option", bos, (None, *START_TOKENS))
     return bos
 
 

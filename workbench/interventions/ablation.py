@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row
 from workbench.models.decomposition import decompose
 from workbench.models.hook_points import read_only
@@ -163,8 +163,7 @@ Groups = list[tuple[list[int], dict[str, int]]]  # layers that are replaced toge
 
 
 def _hooks(model: HookedModel, site: str, layers: Sequence[int]) -> dict[int, str]:
-    if site not in SITES:
-        raise UnknownName("site", site, SITES)
+    refuse_unknown("site", site, SITES)
     return {layer: name for layer, name in hook_points(model, site).items() if layer in layers}
 
 
@@ -230,8 +229,7 @@ def replaced(
     table has never seen keep their own vectors under all three. Raises `UnknownName` for another way or site,
     `WorkbenchError` where no chosen layer has the site.
     """
-    if how not in REPLACEMENTS:
-        raise UnknownName("replacement", how, REPLACEMENTS)
+    refuse_unknown("replacement", how, REPLACEMENTS)
     hooks = _hooks(model, means.site, layers)
     if not hooks:
         raise WorkbenchError(f"{model.architecture} has no {means.site} at layers {list(layers)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.ablation import branches
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
+from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, sinks_by_layer
 from workbench.models.hooked import next_token_loss
 from workbench.names import before_branching
 
@@ -70,7 +70,7 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
                 points[name] = n
     if origin not in model.hook_dict:
         return
-    results: dict[int, list[Tensor]] = {}
+    results = ByDocument()
     for ids in batches_of(model, sample, batch):
         _, _, grads = model.run_with_grads(ids, [origin, *points], _each)
         total = grads[origin].double().flatten(1)
@@ -79,10 +79,9 @@ def shortcut_gradient_share(model: Any, sample: Any, data: Any, batch: int) -> I
         for name, n in points.items():
             shares[n] = shares[n] + (grads[name].double().flatten(1) * total).sum(-1) / size
         shares[0] = 1 - sum(shares.values(), torch.zeros_like(size))
-        for layer, share in shares.items():
-            results.setdefault(layer, []).append(share.cpu())
-    for layer, parts in sorted(results.items()):
-        yield mean_row(torch.cat(parts), layer=layer, unit="share")
+        for layer in sorted(shares):
+            results.add(shares[layer], layer=layer, unit="share")
+    yield from results.rows()
 
 
 @intervention(

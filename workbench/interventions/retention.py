@@ -89,10 +89,7 @@ class _Enough(Exception):
 
 
 def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return the attention of each query to its head's found positions [batch, head, pos], and their part of z.
-
-    None if the softmax of queries and keys does not give the column sums: a mixed, gated or capped pattern.
-    """
+    """Return each query's attention to its head's found positions [batch, head, pos], and their part of z; None for a mixed pattern."""
     at = sink_positions(given["received"], given["row_max"])
     most, heads = int(at.sum(-1).max()), at.shape[1]
     is_one, places = at.double().topk(max(most, 1), dim=-1)  # [batch, head, few]

@@ -79,7 +79,6 @@ def throughput(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the device to finish."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -44,29 +44,21 @@ def run_jobs(
     one by one, so that the faulty one is identified. The workers of a cluster must see the `folders` too.
     """
     left = list[Job]()  # jobs whose process or worker died
+
+    def sorted_out(job: Job, error: BaseException | None) -> None:
+        if isinstance(error, BrokenProcessPool | cluster.Died):
+            left.append(job)
+        else:
+            done(job, error)
+
     if isinstance(workers, Executor):
         _run(workers, Job.__call__, jobs, done, result)
     elif isinstance(workers, str):
         with cluster.connected(workers, folders) as (executor, call, explain):
-
-            def explained(job: Job, error: BaseException | None) -> None:
-                error = explain(error)
-                if isinstance(error, cluster.Died):
-                    left.append(job)
-                else:
-                    done(job, error)
-
-            _run(executor, call, jobs, explained, result)
+            _run(executor, call, jobs, lambda job, error: sorted_out(job, explain(error)), result)
             for job in left:
                 _run(executor, call, [job], lambda job, error: done(job, explain(error)), result)
     else:
-
-        def sorted_out(job: Job, error: BaseException | None) -> None:
-            if isinstance(error, BrokenProcessPool):
-                left.append(job)
-            else:
-                done(job, error)
-
         size = workers or processes.default_processes()
         with processes.one_thread():
             with processes.pool(size) as pool:

@@ -124,10 +124,7 @@ def _attend(
     rowwise: Float[Tensor, "four pair pos"],
     null: Float[Tensor, "pair 1 1"] | None,
 ) -> None:
-    """Fill z, received and rowwise (per row: maximum, sum, first, entropy sum; base 2, unnormalised) by strips.
-
-    z and received include the effect of the null column, rowwise does not.
-    """
+    """Fill z, received and (without the null column) rowwise: maximum, sum, first, entropy sum; base 2, unnormalised, by strips."""
     q, k, v = qkv
     n, length, _ = q.shape
     # finite, so that a masked entry is exactly 0 in e * s as well as in e

@@ -116,41 +116,38 @@ def joint_attention(softmaxes: Sequence[Softmax], values: Sequence[Tensor]) -> T
     """
     total: Tensor | None = None
     for softmax in softmaxes:
-        z = _fused(softmax, values)
+        q, keys = softmax.q, softmax.keys
+        length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
+        past = keys[0].shape[1] - length
+        k, v = keys[0], values[0]
+        if sets > 1:  # position-major, so that all keys up to a position are one slice
+            k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) for x in (keys, values))
+        if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
+            v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+        attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
+        if softmax.null is not None:
+            attend = partial(attention_with_null, null=softmax.null)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if sets == 1 and past == 0:
+            z = attend(q, k, v, is_causal=True)
+        elif length == 1:
+            z = attend(q, k, v)
+        elif length <= STRIP:
+            z = attend(q, k, v, attn_mask=_mask(length, sets, past + length, q))
+        else:
+            strips, mask = [], _mask(STRIP, sets, past + length, q)
+            for start in range(0, length, STRIP):
+                end = min(start + STRIP, length)
+                seen = sets * (past + end)
+                strip = q[:, :, start:end], k[:, :, :seen], v[:, :, :seen]
+                # GPUs ask for alignment
+                strips.append(attend(*strip, attn_mask=mask[start - end :, -seen:].contiguous()))
+            z = torch.cat(strips, 2)
+        z = (z if z.shape[-1] == width else z[..., :width]).transpose(1, 2)
         z = z if softmax.weight == 1.0 else softmax.weight * z
         total = z if total is None else total + z
     assert total is not None
     return total
-
-
-def _fused(softmax: Softmax, values: Sequence[Tensor]) -> Tensor:
-    q, keys = softmax.q, softmax.keys
-    length, sets, width = q.shape[1], len(keys), values[0].shape[-1]
-    past = keys[0].shape[1] - length
-    k, v = keys[0], values[0]
-    if sets > 1:  # position-major, so that all keys up to a position are one slice
-        k, v = (torch.cat(tuple(x), 2).view(q.shape[0], -1, *x[0].shape[2:]) for x in (keys, values))
-    if v.shape[-1] < k.shape[-1]:  # unequal widths would leave the fused path
-        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
-    attend: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2])
-    if softmax.null is not None:
-        attend = partial(attention_with_null, null=softmax.null)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if sets == 1 and past == 0:
-        z = attend(q, k, v, is_causal=True)
-    elif length == 1:
-        z = attend(q, k, v)
-    elif length <= STRIP:
-        z = attend(q, k, v, attn_mask=_mask(length, sets, past + length, q))
-    else:
-        strips, mask = [], _mask(STRIP, sets, past + length, q)
-        for start in range(0, length, STRIP):
-            end = min(start + STRIP, length)
-            seen = sets * (past + end)
-            strip = q[:, :, start:end], k[:, :, :seen], v[:, :, :seen]
-            strips.append(attend(*strip, attn_mask=mask[start - end :, -seen:].contiguous()))  # GPUs ask for alignment
-        z = torch.cat(strips, 2)
-    return (z if z.shape[-1] == width else z[..., :width]).transpose(1, 2)
 
 
 _MASKS: dict[tuple[Any, ...], Tensor] = {}  # of short sequences, for which creating one takes noticeable time

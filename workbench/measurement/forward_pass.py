@@ -117,8 +117,8 @@ class Reduction:
 
     def has_number(self, value: Tensor) -> Tensor:
         """Return which sequences have a number: without a found position, a measure of one vector has NaN."""
-        absent = value.isnan() if self.metric.found and value.ndim == 1 else torch.zeros(len(value), dtype=torch.bool)
-        return ~absent
+        may_lack = self.metric.found and value.ndim == 1
+        return ~value.isnan() if may_lack else torch.ones(len(value), dtype=torch.bool)
 
     def size(self, segments: Segments, row: int, positions: Tensor) -> int:
         """Return the weight of a document in its row: its tokens, or those that are predicted and count in the loss."""
@@ -135,6 +135,9 @@ class Reduction:
             for at in segments.documents_in(row)
             if len(at) >= self.metric.min_length and (counted is None or bool(counted[row, at[1:]].any()))
         ]
+
+
+Entries = Sequence[tuple[Reduction, dict[str, str]]]  # with the hook points that each reads at a layer
 
 
 def cut(value: Tensor, alias: str, row: int, positions: Tensor) -> Tensor:
@@ -274,11 +277,7 @@ def run_pass(model: Transformer, sample: Sample, reductions: Sequence[Reduction]
             reduction.feed(None, {"logits": logits, "tokens": ids}, documents)
         del logits  # often the largest tensor: freed before the next batch
     exchange(reductions)
-    refuse_partial(reductions, len(sample.ids))
-
-
-def refuse_partial(reductions: Sequence[Reduction], n: int) -> None:
-    """Raise `WorkbenchError` if a layer ran on only some of the n sequences."""
+    n = len(sample.ids)
     for reduction in reductions:
         for layer, count in reduction.rows_read.items():
             if count != n:
@@ -315,7 +314,7 @@ def exchange(reductions: Sequence[Reduction]) -> None:
 
 def _reducers(
     layer: Any,
-    entries: Sequence[tuple[Reduction, dict[str, str]]],
+    entries: Entries,
     given: Mapping[str, Tensor],
     documents: range,
     segments: Segments | None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from workbench import distributed
 from workbench.console import Progress
 from workbench.data.sources import Sample
-from workbench.errors import BadData, NotMeasured, PaddingLeftOut, UnknownName, WorkbenchError, warn_caller
+from workbench.errors import BadData, NotMeasured, PaddingLeftOut, WorkbenchError, refuse_unknown, warn_caller
 from workbench.files import digest
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
@@ -134,7 +134,6 @@ def measure(
 
 
 def _why_absent(subject: Subject, item: Measure) -> str:
-    """Return why a measurement has no rows."""
     model = subject.model
     if item.name in subject.absent:
         return subject.absent[item.name]
@@ -185,10 +184,8 @@ def refuse_short(T: int, metrics: Iterable[str], positions: str = "first") -> No
 def _find(name: str, positions: str = "first") -> Measure:
     """Return a metric or experiment by name, at the first position or those found."""
     measures: dict[str, Measure] = {**METRICS, **INTERVENTIONS}
-    if name not in measures:
-        raise UnknownName("metric", name, measures)
-    if positions not in POSITIONS:
-        raise UnknownName("positions", positions, POSITIONS)
+    refuse_unknown("metric", name, measures)
+    refuse_unknown("positions", positions, POSITIONS)
     item = measures[name]
     if positions == "first":
         return item
@@ -203,9 +200,8 @@ def _find(name: str, positions: str = "first") -> Measure:
 
 
 def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
-    known = item.sites if isinstance(item, Metric) else ()
-    if strange := [site for site in sites if site not in known]:
-        raise UnknownName(f"site of {item.name}", strange[0], known)
+    for site in sites:
+        refuse_unknown(f"site of {item.name}", site, getattr(item, "sites", ()))
     return tuple(sites)
 
 
@@ -239,7 +235,6 @@ def _measure_one(
 
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
-    """Return the key of one measurement in the store."""
     machine = item.machine if isinstance(item, Intervention) else ()
     found = ("found",) if item.found else ()
     return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites, *found)

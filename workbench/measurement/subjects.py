@@ -21,7 +21,7 @@ from workbench.data.corpus import Corpus, is_named, read_documents
 from workbench.data.sources import Sample, TextData, TokenData, read_tokens
 from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.files import local
-from workbench.models.hooked import HookedModel
+from workbench.models.hooked import HookedModel, id_table, refuse_ids
 from workbench.models.transformer import Transformer
 from workbench.runs.run import Run, run_or_model
 from workbench.storage.locations import locate
@@ -180,10 +180,8 @@ def sample_of(data: Any, subject: Subject, n: int, T: int | None, seed: int) -> 
 
 def refuse_unfit(sample: Sample, subject: Subject) -> None:
     """Raise `BadData` if a model cannot read the sequences."""
-    config = _config(subject)
-    low, high, T = int(sample.ids.min()), int(sample.ids.max()), sample.ids.shape[1]
-    if low < 0 or high >= config.d_vocab:
-        raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{config.d_vocab - 1}")
+    config, T = _config(subject), sample.ids.shape[1]
+    refuse_ids(sample.ids, config.d_vocab)
     if config.n_ctx < T:
         raise BadData(f"T={T} exceeds the model's context n_ctx={config.n_ctx}; choose a smaller T")
 
@@ -205,15 +203,7 @@ def _start_token(subject: Subject) -> int | None:
 
 def _ids(data: Any, T: int | None, label: str = "ids") -> Sample:
     """Return rows of ids, cut to T tokens if it is given."""
-    try:
-        ids = torch.as_tensor(data)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadData(f"data is no table of token ids [n, T]: {error}") from error
-    ids = ids[None] if ids.ndim == 1 else ids
-    if not ids.numel():
-        raise BadData(f"the {label} is empty; at least {max(T or 2, 2)} tokens are needed")
-    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise BadData(f"{label} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [n, T]")
+    ids = id_table(data, label)
     if ids.shape[1] < max(T or 2, 2):
         raise BadData(f"the {label} is {ids.shape[1]} tokens long; at least {max(T or 2, 2)} are needed")
     sample = Sample(ids[:, :T].to("cpu", torch.long).contiguous(), range(len(ids)), label)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from workbench.errors import UnknownName
+from workbench.errors import refuse_unknown
 from workbench.names import ACTIVATIONS
 
 Form = Literal["per_sequence", "accumulated", "derived"]
@@ -123,20 +123,16 @@ def metric(*, unit: str, range: str, reading: str, source: str, **settings: Any)
         made = Metric(function, form, unit, range, reading, source, **settings)
         if made.name in METRICS:
             raise ValueError(f"metric {made.name!r} is registered already")
-        _refuse(f"argument of {made.name}", [*made.arguments, *made.optional], [*ACTIVATIONS, *GIVEN, "vectors"])
-        _refuse(f"site of {made.name}", made.sites, ACTIVATIONS)
-        _refuse(f"axis of {made.name}", made.axes, AXES)
+        for name in (*made.arguments, *made.optional):
+            refuse_unknown(f"argument of {made.name}", name, (*ACTIVATIONS, *GIVEN, "vectors"))
+        for name in made.sites:
+            refuse_unknown(f"site of {made.name}", name, ACTIVATIONS)
+        for name in made.axes:
+            refuse_unknown(f"axis of {made.name}", name, AXES)
         METRICS[made.name] = made
         return function
 
     return register
-
-
-def _refuse(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
-    known = list(choices)
-    for name in names:
-        if name not in known:
-            raise UnknownName(kind, name, known)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -120,22 +120,17 @@ class MassiveDimensions:
 
     def __init__(self) -> None:
         self.n = 0
-        self.sums = torch.zeros(
-            2, 0, dtype=torch.double
-        )  # of ratios and of largest entries at position 0, by dimension
+        self.sums = torch.zeros((), dtype=torch.double)  # of ratios and of largest entries at position 0, by dimension
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
         size = wide(vectors.flatten(2)).abs().double()
         largest, place = size.max(1)
         ratio = largest / size.flatten(1).median(-1, keepdim=True).values
-        self._add(len(size), torch.stack((ratio.sum(0), (place == 0).double().sum(0))).cpu())
+        self.n += len(size)
+        self.sums = self.sums + torch.stack((ratio.sum(0), (place == 0).double().sum(0))).cpu()
 
     def merge(self, other: MassiveDimensions) -> None:
-        if other.n:
-            self._add(other.n, other.sums)
-
-    def _add(self, n: int, sums: Tensor) -> None:
-        self.n, self.sums = self.n + n, sums + self.sums if self.n else sums
+        self.n, self.sums = self.n + other.n, self.sums + other.sums
 
     def result(self) -> Mapping[str, list[float]]:
         """Return {"": ratios, and the variants}, one number per dimension; NaN without a document."""

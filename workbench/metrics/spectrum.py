@@ -26,14 +26,11 @@ class _Moments:
 
     def update(self, vectors: Float[Tensor, "batch pos *width"]) -> None:
         x = wide(vectors.flatten(2).flatten(0, 1)).double()
-        self._add(len(x), x.sum(0).cpu(), (x.T @ x).cpu())
+        self.n += len(x)
+        self.sum, self.second = self.sum + x.sum(0).cpu(), self.second + (x.T @ x).cpu()
 
     def merge(self, other: _Moments) -> None:
-        if other.n:
-            self._add(other.n, other.sum, other.second)
-
-    def _add(self, n: int, total: Tensor, second: Tensor) -> None:
-        self.n, self.sum, self.second = self.n + n, self.sum + total, self.second + second
+        self.n, self.sum, self.second = self.n + other.n, self.sum + other.sum, self.second + other.second
 
     def eigenvalues(self, *, centred: bool = False) -> Tensor:
         """Return the descending eigenvalues of the second moment (1/N) sum v v^T, or of the covariance.

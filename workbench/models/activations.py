@@ -86,9 +86,6 @@ def gradients_at(
         hooked = [n for n in hooked if n not in inert]
     ids, captured = model.to_tokens(tokens), dict[str, Tensor]()
 
-    def leaf(tensor: Tensor, hook: Any) -> Tensor:
-        return tensor.detach().requires_grad_()
-
     def branch(name: str, tensor: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             raise WorkbenchError(
@@ -98,16 +95,12 @@ def gradients_at(
         captured[name] = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
         return captured[name]
 
-    def capture(tensor: Tensor, hook: Any) -> Tensor:
-        return branch(str(hook.name), tensor)
-
-    def enter(name: str, module: nn.Module, args: Any) -> Any:
-        return branch(name, args[0]), *args[1:]
-
-    points = [("hook_embed", leaf), *((name, capture) for name in hooked)]
+    points: list[Any] = [(name, lambda x, hook: branch(str(hook.name), x)) for name in hooked]
+    points = [("hook_embed", lambda x, hook: x.detach().requires_grad_()), *points]
     with outside_inference_mode(), torch.enable_grad(), model.hooks(points), ExitStack() as stack:
         for name, module in inputs.items():
-            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            enter = partial(lambda name, _, args: (branch(name, args[0]), *args[1:]), name)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
         loss = loss_fn(model._logits(ids), ids)
         slopes = torch.autograd.grad(loss, list(captured.values()), allow_unused=True) if captured else ()
     if unread := [name for name in inputs if name not in captured]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from workbench.config import ModelConfig
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.models.registry import ARCHITECTURES, architecture, options_of
 from workbench.models.shortcut import Projection, Shortcut, Source, overrides
 from workbench.models.transformer import Transformer
@@ -54,8 +54,7 @@ def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:
     """Return the model of an architecture without drawing its weights; see `build`."""
     entry = architecture(name)
     for key in options:
-        if key not in entry.options:
-            raise UnknownName(f"option of {name}", key, entry.options)
+        refuse_unknown(f"option of {name}", key, entry.options)
     settings, shortcuts = entry.options | options, list[Shortcut]()
     own = {s: {key: settings[key] for key in options_of(s)} for s in entry.shortcuts}
     names: dict[type[Shortcut], list[str]] = {}  # the parts of the name that use each shortcut

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workbench.console import ROWS, notebook_html
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.kernels.joint import Softmax, joint_attention
 from workbench.models.attention import Attention, JointAttention
-from workbench.models.hooked import HookedModel, slice_positions
+from workbench.models.hooked import HookedModel, refuse_ids, slice_positions
 from workbench.models.shortcut import Source
 from workbench.models.transformer import Transformer
 from workbench.names import path_name, position_axis, stream_hook
@@ -284,8 +284,7 @@ class Decomposition:
 
     def __getitem__(self, label: str) -> Tensor:
         label = re.sub(r"\.source\.0$", ".first", label)
-        if label not in self.labels:
-            raise UnknownName("component", label, self.labels)
+        refuse_unknown("component", label, self.labels)
         return self.parts[self.labels.index(label)]
 
     def _repr_html_(self) -> str:
@@ -365,12 +364,10 @@ def decompose(
         WorkbenchError: The parts do not sum to the stream, for example because a hook changed it.
     """
     anatomy = anatomy or anatomy_of(model)
-    if by not in ("layer", "head", "value_path"):
-        raise UnknownName("by", by, ["layer", "head", "value_path"])
+    refuse_unknown("by", by, ("layer", "head", "value_path"))
     layers = model.config.n_layers
     streams: dict[Any, int] = {n: n for n in range(layers + 1)} | {"final": layers, "logits": layers}
-    if isinstance(to, bool) or (to is not None and to not in streams):
-        raise UnknownName("stream", to, map(str, streams))
+    refuse_unknown("stream", to, (None, *streams))
     layer = layers if to is None else streams[to]
     read = Reader(anatomy, given, by, layer, frozen=to in ("final", "logits"), pos=pos)
     with torch.autocast(model.embed.weight.device.type, enabled=False):  # autocast is for the run, not for its parts
@@ -419,9 +416,7 @@ def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, a
                 or any(a not in (1, b) for a, b in zip(each.shape, fits, strict=False))
             ):
                 raise BadData(f"tokens of shape {tuple(each.shape)} do not fit [batch, pos] = {tuple(fits)}")
-            if each.numel() and not 0 <= int(each.min()) <= int(each.max()) < len(end.head):
-                last = len(end.head) - 1
-                raise BadData(f"token ids {int(each.min())}..{int(each.max())} leave the vocabulary 0..{last}")
+            refuse_ids(each, len(end.head))
             ids.append(each)
 
         def of_tokens(table: Tensor) -> Tensor:

@@ -317,18 +317,15 @@ class HookedRoot(nn.Module):
         try:
             for direction, hooks in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
                 for name, hook in hooks:
-                    for point in [name] if isinstance(name, str) else filter(name, self.hook_dict):
-                        self.enable_hook(point, hook, direction)
+                    for each in [name] if isinstance(name, str) else filter(name, self.hook_dict):
+                        point = self.hook_dict[each]
+                        alias = None if each == point.name else each  # which the hook sees
+                        point.add_hook(hook, direction, level=self.context_level, alias=alias)  # type: ignore[arg-type]
             yield self
         finally:
             if reset_hooks_end:
                 self.reset_hooks(clear_contexts, level=self.context_level)
             self.context_level -= 1
-
-    def enable_hook(self, name: str, hook: Callable[..., Any], direction: Any) -> None:
-        """Register a hook of a `hooks` context; under an alias it sees that name."""
-        point = self.hook_dict[name]
-        point.add_hook(hook, direction, level=self.context_level, alias=None if name == point.name else name)
 
     def run_with_hooks(
         self, *args: Any, fwd_hooks: Any = (), bwd_hooks: Any = (), reset_hooks_end: bool = True,

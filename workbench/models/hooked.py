@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.console import notebook_html
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
 from workbench.models.activations import LossFn, NamesFilter, RebuiltPatterns, gradients_at
@@ -68,6 +68,30 @@ def labelled_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean next-token cross-entropy in nats over the labels [batch, pos] that are not -100."""
     losses = next_token_loss(logits, labels, per_token=True)
     return losses.sum() / (labels[:, 1:] != IGNORED).sum()
+
+
+def id_table(given: Any, what: str) -> Tensor:
+    """Return token ids [batch, pos], also from ids [pos]; raise `BadData` for anything else and for none."""
+    ids = given
+    if not isinstance(ids, Tensor):
+        try:
+            ids = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            needs = "text or whole numbers, a table of token ids [batch, pos] with rows of one length"
+            raise BadData(f"{what} must be {needs}: {error}") from error
+    ids = ids[None] if ids.ndim == 1 else ids
+    if not ids.numel():
+        raise BadData(f"{what} must be text or token ids [batch, pos] that are not empty")
+    if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise BadData(f"{what} of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids, whole numbers [batch, pos]")
+    return ids
+
+
+def refuse_ids(ids: Tensor, d_vocab: int) -> None:
+    """Raise `BadData` for token ids outside a vocabulary."""
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= d_vocab:
+        raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{d_vocab - 1}")
 
 
 def slice_positions(tensor: Tensor, positions: Any, axis: int) -> Tensor:
@@ -194,8 +218,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             BadData: The input is empty or too long, an id is outside the vocabulary, padding comes first, or labels do not fit.
             UnknownName: Another `return_type`.
         """
-        if return_type not in RETURN_TYPES:
-            raise UnknownName("return_type", return_type, [name for name in RETURN_TYPES if name])
+        refuse_unknown("return_type", return_type, RETURN_TYPES)
         if (tokens is None) == (input_ids is None):
             raise BadData("give tokens or input_ids=, one of them")
         if return_type == "auto":
@@ -384,13 +407,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         try:
             return how(ids, *more)
         except IndexError:  # from the embedding
-            self._refuse_ids(ids)
+            refuse_ids(ids, self.config.d_vocab)
             raise
-
-    def _refuse_ids(self, ids: Tensor) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.config.d_vocab:
-            raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{self.config.d_vocab - 1}")
 
     def to_tokens(self, text: Any, prepend_bos: bool | None = None) -> Tensor:
         """Return token ids [batch, pos] on the model's device from text, texts of equal length in tokens, or ids.
@@ -410,24 +428,13 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             ids = torch.tensor(rows, dtype=torch.long)
         if isinstance(ids, Mapping):  # with padding in another entry
             raise BadData('tokens are a tokenizer\'s encoding: give its ids, encoding["input_ids"]')
-        if not isinstance(ids, Tensor):
-            try:
-                ids = torch.as_tensor(ids)
-            except (TypeError, ValueError, RuntimeError) as error:
-                needs = "text or whole numbers [batch, pos], rows of one length"
-                raise BadData(f"tokens must be {needs}: {error}") from error
-        ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
-            shape = tuple(ids.shape)
-            raise BadData(f"tokens of shape {shape}, {ids.dtype}: needs whole numbers [batch, pos], not empty")
+        ids = id_table(ids, "tokens")
         if (length := ids.shape[1]) > (n_ctx := self.config.n_ctx):
             raise BadData(f"{length} tokens exceed the model's context of n_ctx={n_ctx}: shorten the text")
         device = self.embed.weight.device
         if device != ids.device and ids.device.type == "cpu":  # on a GPU a wrong id would end the CUDA context
-            self._refuse_ids(ids)
+            refuse_ids(ids, self.config.d_vocab)
         return ids.to(device, torch.long)
-
-    # ---- hooks -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def hooks(self, fwd_hooks: Hooks = (), bwd_hooks: Hooks = (), *args: Any, **kwargs: Any) -> Iterator[HookedModel]:
@@ -462,8 +469,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         for name in resolved:
             if name in self.absent:
                 raise WorkbenchError(f"{name} does not exist: {self.absent[name]}")
-            if name not in self.hook_dict:
-                raise UnknownName("hook", name, self.hook_dict)
+            refuse_unknown("hook", name, self.hook_dict)
         return resolved
 
     def run_with_cache(
@@ -556,8 +562,6 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
         """
         saving: Any = importlib.import_module("workbench.checkpoints.saving")  # a package above this one
         return saving.save_pretrained(self, folder)
-
-    # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("lock", "forward")}

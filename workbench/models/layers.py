@@ -110,10 +110,8 @@ def block_norms(config: ModelConfig, placement: str) -> dict[str, nn.Module | No
     """Return the norms of a block by name, None for one that it lacks."""
     width, eps, norms = config.d_model, config.rms_norm_eps, dict[str, nn.Module | None]()
     for name, alpha in ALPHA.items():
-        if placement == "post":
-            norms[name] = Unnormed()
-        else:
-            norms[name] = DyT(width, alpha) if placement == "dyt" else RMSNorm(width, eps)
+        plain = DyT(width, alpha) if placement == "dyt" else RMSNorm(width, eps)
+        norms[name] = Unnormed() if placement == "post" else plain
     for name in ALPHA:
         norms[f"{name}_post"] = OutputNorm(width, eps) if placement in ("sandwich", "post") else None
     return norms

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 
 UNBOUNDED = 2**63
 
@@ -36,8 +36,7 @@ def integer_option(name: str, value: object, allowed: Sequence[int], unit: str =
 
 def choice_option(name: str, value: str, choices: Sequence[str]) -> str:
     """Return a choice by its name; raise `UnknownName` for any other."""
-    if value not in choices:
-        raise UnknownName(name, value, choices)
+    refuse_unknown(name, value, choices)
     return value
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import UnknownName
+from workbench.errors import refuse_unknown
 from workbench.places import load_plugins
 
 if TYPE_CHECKING:
@@ -311,8 +311,7 @@ def architecture(name: str) -> Architecture:
         return ARCHITECTURES[name]
     parts = name.split("+") if isinstance(name, str) else [name]
     for part in parts:
-        if part not in ARCHITECTURES:
-            raise UnknownName("architecture", part, ARCHITECTURES)
+        refuse_unknown("architecture", part, ARCHITECTURES)
     constants: dict[str, Any] = {}
     for known, a in ARCHITECTURES.items():  # options published for a combination hold in any order
         if "+" in known and set(known.split("+")) <= set(parts):

@@ -29,13 +29,8 @@ class ObservedAnatomy(Anatomy):
     """Anatomy of an observed decoder, from a freshly recognised structure and its value paths."""
 
     def __init__(
-        self,
-        model: HookedModel,
-        structure: DecoderStructure,
-        paths: Sequence[ValuePath],
-        *,
-        written: dict[int, FrozenNorm],
-    ) -> None:
+        self, model: HookedModel, structure: DecoderStructure, paths: Sequence[ValuePath], written: dict[int, FrozenNorm],
+    ) -> None:  # fmt: skip
         super().__init__(model)
         self.structure, self.paths = structure, paths
         self.foreign: nn.Module = model.foreign
@@ -83,8 +78,6 @@ class ObservedAnatomy(Anatomy):
             return None, model.run_with_cache(given, names)[1].cache_dict
         logits, cache = model.everywhere_with_cache(given, names)
         return logits, cache.cache_dict
-
-    # ---- the stream --------------------------------------------------------------------------------------------------
 
     def parts(self, read: Reader, by: str, layer: int, through: Tensor | None = None) -> list[tuple[str, Tensor]]:
         """Return pairs (label, [batch, pos, d_model]) that sum to a stream, or their products with a matrix [d_model, n].
@@ -136,8 +129,6 @@ class ObservedAnatomy(Anatomy):
         counts = (max(1, sum(getattr(s, x) is not None for x in ("attn_out", "mlp_out"))) for s in layers)
         return [first, *(weight for weight, count in zip(blocks, counts, strict=True) for _ in range(count))]
 
-    # ---- heads -------------------------------------------------------------------------------------------------------
-
     def _output_norm(self, n: int) -> FrozenNorm:
         """Fit the norm (or the identity) between W_O and the stream; raises `BadData` if there is no fit."""
         if n in self.written:
@@ -179,8 +170,6 @@ class ObservedAnatomy(Anatomy):
         heads = [(label, part) for _, label, part in parts]
         has_rest = norm.shift is not None or bool(bias.any())
         return [*heads, (f"{n}_attn_bias", rest)] if has_rest else heads
-
-    # ---- value paths -------------------------------------------------------------------------------------------------
 
     def _attention_points(self, n: int) -> list[str]:
         """Return the hook points of a layer's rotated queries and keys, or else of its pattern."""
@@ -262,8 +251,6 @@ class ObservedAnatomy(Anatomy):
 
     def adds_values(self, layer: int) -> bool:
         return bool(self._fitted(layer, "output"))
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def ending(self, read: Reader) -> Ending:
         """Return the final norm with the divisors of this run, and the head."""

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from workbench.data.tokenizer import as_tokenizer, ids_of
 from workbench.errors import BadData, WorkbenchError
 from workbench.kernels.switches import outside_inference_mode
+from workbench.models.hooked import id_table
 from workbench.observing.interception.function_mode import (
     COMPILED_NOTE,
     FAST_PATH_NOTE,
+    Interception,
     PreservedState,
     guarded,
-    uncompiled,
     unwrapped,
 )
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
-from workbench.observing.interception.positions import Layout
 from workbench.observing.interception.tensor_layouts import tensors_of_output
 from workbench.observing.interception.weights import has_alike_matrices, refuse_absent_weights
-from workbench.observing.observed_model import Call, Observed, Recognize, refuse_dropout
+from workbench.observing.observed_model import Call, Observed, refuse_dropout
 from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.decoder import recognize_decoder
 from workbench.observing.recognition.layouts import (
@@ -39,7 +39,7 @@ from workbench.observing.recognition.layouts import (
     refuse_ambiguous_axes,
 )
 from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, Part
-from workbench.observing.recognition.trace import AxesTable, BatchAxes, Trace, is_matrix
+from workbench.observing.recognition.trace import Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, tensors agree by chance
@@ -87,7 +87,7 @@ def _observe(
     refuse_absent_weights(inner)
     tokens = _tokens(inner, ids_of(example_tokens, as_tokenizer(tokenizer, UNLIMITED)))
     refuse_dropout(inner)
-    run = call or call_with_ids
+    run = call or (lambda module, ids, **more: module(ids, **more))
     plain = _first_run(inner, run, tokens, given=call is not None)
     run_all, more = (run, []) if call else _call_for_all_positions(inner, run, plain, tokens)
     notes += more
@@ -115,7 +115,21 @@ def _observe(
         notes.append("the module takes inputs of one size only: lengths on the example tokens tell its axes apart")
     else:
         tokens = distinct_length(tokens, sizes.constants)
-    recognize = _recognizer(run_all, tokens, blocks, layout, None if sizes is None else sizes.axes, lists, batch_axes)
+    axes = None if sizes is None else sizes.axes
+
+    def recognize(
+        module: nn.Module, ids: Tensor | None, *, noisy: bool = False
+    ) -> tuple[DecoderStructure, list[ValuePath]]:
+        ids = tokens if ids is None else ids
+        trace = Trace(module, ids, layout, axes, block_lists=lists, noisy=noisy, batch_axes=batch_axes)
+        output = trace.run(lambda ids: run_all(module, ids))
+        _refuse_few_ids(trace)
+        with torch.autocast(tokens.device.type, enabled=False):  # that of the run does not apply to later comparisons
+            structure = recognize_decoder(trace, output, blocks)
+            structure.block_lists = lists
+            paths = fit_value_paths(structure.layers, structure.tables)
+            return structure, [*paths, *fit_streams(structure.arriving, structure.layers)]
+
     structure, paths = _with_matrices_told_apart(inner, recognize)
     observed = Observed(
         inner, structure, paths, outer=outer, call=run, call_all=run_all,
@@ -126,17 +140,12 @@ def _observe(
     return observed
 
 
-def call_with_ids(module: nn.Module, ids: Tensor, **more: Any) -> Any:
-    """Call a module with ids, and with further arguments that it takes."""
-    return module(ids, **more)
-
-
 def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> Any:
     """Return the module's output; raises `WorkbenchError` if it cannot run on these ids, or returns no tensor or NaN."""
     name = type(module).__name__
     try:
-        with outside_inference_mode(), torch.no_grad(), uncompiled():
-            output = run(module, tokens)
+        with outside_inference_mode(), torch.no_grad():
+            output = guarded(Interception(None), run, module, tokens)
     except (TypeError, ValueError) as error:
         if given or (isinstance(error, TypeError) and "argument" not in str(error)):
             raise
@@ -164,10 +173,7 @@ def _first_run(module: nn.Module, run: Call, tokens: Tensor, *, given: bool) -> 
 
 
 def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module, plain: Any) -> str:
-    """Return the effect of FlexAttention's block lists in the module's own runs, by comparison with eager runs with and without them.
-
-    Raises `WorkbenchError` if neither gives its output.
-    """
+    """Return the effect of FlexAttention's block lists in the module's own runs, by comparison with eager runs with and without them."""
     if not trace.leaves_out:
         return COMPLETE if trace.leaves_out is False else ""
     with outside_inference_mode(), torch.no_grad():
@@ -191,35 +197,10 @@ def _block_lists(trace: Trace, run: Callable[[nn.Module], Any], outer: nn.Module
     return APPLIED if near < far else IGNORED
 
 
-def _recognizer(
-    call: Call, example: Tensor, blocks: str | Sequence[str] | None, layout: Layout, axes: AxesTable | None,
-    block_lists: str, batch_axes: BatchAxes,
-) -> Recognize:  # fmt: skip
-    """Return a function that recognises structure and value paths in a traced run, by default on the example tokens."""
-
-    def recognize(
-        module: nn.Module, tokens: Tensor | None, *, noisy: bool = False
-    ) -> tuple[DecoderStructure, list[ValuePath]]:
-        ids = example if tokens is None else tokens
-        trace = Trace(module, ids, layout, axes, block_lists=block_lists, noisy=noisy, batch_axes=batch_axes)
-        output = trace.run(lambda ids: call(module, ids))
-        _refuse_few_ids(trace)
-        with torch.autocast(example.device.type, enabled=False):  # that of the run does not apply to later comparisons
-            structure = recognize_decoder(trace, output, blocks)
-            structure.block_lists = block_lists
-            paths = fit_value_paths(structure.layers, structure.tables)
-            return structure, [*paths, *fit_streams(structure.arriving, structure.layers)]
-
-    return recognize
-
-
 def _with_matrices_told_apart(
     module: nn.Module, recognize: Callable[..., tuple[DecoderStructure, list[ValuePath]]]
 ) -> tuple[DecoderStructure, list[ValuePath]]:
-    """Recognise a module without merging matrices or heads that are equal now (zeros, copies) and may differ after training.
-
-    A second run adds noise to the output of every matrix.
-    """
+    """Recognise a module, a second time with noise on all products if matrices or heads are equal now and may not stay so."""
 
     def shares_columns(part: Part) -> bool:
         """Return whether two of an attention's projections are some of the same columns of an output."""
@@ -257,13 +238,7 @@ def _refuse_few_ids(trace: Trace) -> None:
 
 
 def _tokens(module: nn.Module, example_tokens: Any) -> Tensor:
-    try:
-        ids = torch.as_tensor(example_tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadData(f"example_tokens are no table of token ids [batch, pos]: {error}") from error
-    ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise BadData(f"example_tokens of shape {tuple(ids.shape)}, {ids.dtype}: needs token ids [batch, pos]")
+    ids = id_table(example_tokens, "example_tokens")
     if ids.numel() < MIN_POSITIONS or ids.shape[1] < 2:
         raise BadData(f"example_tokens of shape {tuple(ids.shape)}: {MIN_POSITIONS} positions or more tell parts apart")
     device = next((p.device for p in module.parameters() if not p.is_meta), ids.device)
@@ -295,8 +270,8 @@ def _check_trace_changes_nothing(module: nn.Module, run: Call, plain: Any, token
         raise WorkbenchError(f"attention in {random.within.name} cannot be read: {random.refusal}")
     if same_tensors(plain, traced):
         return trace
-    with outside_inference_mode(), torch.no_grad(), uncompiled():
-        second = run(module, tokens)
+    with outside_inference_mode(), torch.no_grad():
+        second = guarded(Interception(None), run, module, tokens)
     if not same_tensors(plain, second):
         raise WorkbenchError(
             f"two runs of {type(module).__name__} on the same tokens differ (dropout, a cache or other state): call "

@@ -29,7 +29,7 @@ from workbench.errors import BadData, HooksNotCalled, NotMeasured, WorkbenchErro
 from workbench.kernels.switches import COMPILED_CODE
 from workbench.models.activations import LossFn, NamesFilter
 from workbench.models.hook_points import HookPoint, is_hooked, submodules
-from workbench.models.hooked import HookedModel, Hooks
+from workbench.models.hooked import HookedModel, Hooks, refuse_ids
 from workbench.names import is_statistic, layer_of, stream_hook
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
@@ -37,7 +37,6 @@ from workbench.observing.interception.function_mode import (
     Failed,
     PreservedState,
     guarded,
-    has_fused_layers,
     remove_module_hooks,
 )
 from workbench.observing.interception.masks import CAUSAL, PACKED, PADDING, WINDOW
@@ -82,7 +81,8 @@ class Observed(HookedModel):
         self.notes = [n for n in (*notes, *structure.notes, spread, sharing_note(paths), reason) if n]
         # not registered: nothing of the foreign module is renamed, moved, saved or put into another mode
         self.__dict__["foreign"], self.__dict__["outer"] = foreign, outer
-        self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), has_fused_layers(foreign)
+        fused = any(isinstance(m, nn.MultiheadAttention | nn.TransformerEncoderLayer) for m in foreign.modules())
+        self.__dict__["embed"], self.__dict__["fused"] = self._embedding(), fused  # layers that call no hooks
         self._call, self._call_all, self._recognize = call, call_all, recognize
         self._recognized: tuple[Any, Any, dict[int, Any]] | None = None  # state of the module, and what was found in it
         self.all_positions = False  # whether a run must return logits of every position
@@ -286,7 +286,8 @@ class Observed(HookedModel):
             )  # fmt: skip
             if self._recognized is None or self._recognized[0] != state:
                 self._recognized = state, self._recognize(self.foreign, None), {}
-            return ObservedAnatomy(self, *self._recognized[1], written=self._recognized[2])
+            _, (structure, paths), written = self._recognized
+            return ObservedAnatomy(self, structure, paths, written)
 
     def _takes(self, *names: str) -> bool:
         """Return whether a call with ids can pass these further arguments to the module."""
@@ -350,10 +351,18 @@ class Observed(HookedModel):
             refuse_dropout(self.foreign)
             run = self._new_run(tokens)
             output = self._logits_in(guarded(run, call, self.foreign, tokens), tokens)
-            self._warn_of_silent_hooks(run)
+            points = self.hook_dict.items()
+            silent = [n for n, p in points if (p._forward_hooks or p._backward_hooks) and n not in run.fired]
+            if silent:
+                layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
+                named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+                where = f"{named} did not run" if layers else "these places were not passed"
+                more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+                what = f"these hooks did nothing: {', '.join(silent[:3])}{more}"
+                warn_caller(f"{where} on these tokens as on the example, so {what}", NotMeasured)
             return output
         except (RuntimeError, IndexError, AssertionError) as error:
-            self._refuse_ids(tokens)
+            refuse_ids(tokens, self.config.d_vocab)
             known = self.config.n_ctx < UNLIMITED
             if not known and self.hook_state.enabled:
                 with contextlib.suppress(Exception), torch.no_grad():
@@ -365,20 +374,6 @@ class Observed(HookedModel):
                 f"{type(self.foreign).__name__} cannot read {tokens.shape[1]} tokens, and nothing says how many it can "
                 f"({type(error).__name__}: {error}); a builder's run may say so with --config n_ctx=N"
             ) from error
-
-    def _warn_of_silent_hooks(self, run: HookedRun) -> None:
-        """Warn of hook points with hooks that this run did not reach, with their layers."""
-        points = self.hook_dict.items()
-        silent = [n for n, p in points if (p._forward_hooks or p._backward_hooks) and n not in run.fired]
-        if silent:
-            layers = sorted({layer for name in silent if (layer := layer_of(name)) is not None})
-            named = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-            where = f"{named} did not run" if layers else "these places were not passed"
-            more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
-            warn_caller(
-                f"{where} on these tokens as on the example, so these hooks did nothing: {', '.join(silent[:3])}{more}",
-                NotMeasured,
-            )
 
     def _logits_in(self, output: Any, tokens: Tensor) -> Any:
         if self.structure.logits is None:
@@ -414,12 +409,6 @@ class Observed(HookedModel):
         with self._of_all_positions():
             return guarded(PreservedState(), run, tokens, names, loss_fn)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own."""
-        return self.foreign.named_parameters(*args, **kwargs)
-
-    # ---- methods of the foreign module ---------------------------------------------------------------------------------
-
     @property
     def training(self) -> bool:
         """True if the module is in training mode."""
@@ -450,17 +439,14 @@ class Observed(HookedModel):
     float = partialmethod(_moved, "float")
     double = partialmethod(_moved, "double")
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        return self.foreign.state_dict(*args, **kwargs)
+    def _of_module(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.foreign, method)(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module."""
-        return self.foreign.load_state_dict(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's own."""
-        return self.foreign.named_buffers(*args, **kwargs)
+    parameters = partialmethod(_of_module, "parameters")
+    named_parameters = partialmethod(_of_module, "named_parameters")
+    named_buffers = partialmethod(_of_module, "named_buffers")
+    state_dict = partialmethod(_of_module, "state_dict")
+    load_state_dict = partialmethod(_of_module, "load_state_dict")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: hooks and the traced structure belong to this process."""
@@ -472,10 +458,6 @@ class Observed(HookedModel):
         memo[id(self)] = made = self.__class__.__new__(self.__class__)
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's own."""
-        return self.foreign.parameters(recurse)
 
     def value_paths(self, tokens: Any = None) -> pd.DataFrame:
         """Fit the sources of every layer's effective values, and of other mixed tensors, now.

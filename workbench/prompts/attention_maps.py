@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, refuse_unknown
 from workbench.kernels.attention import attention_statistics
 from workbench.kernels.joint import Softmax, joint_statistics
 from workbench.kernels.pooled import attention_window, bucket_edges, pooled_attention, pooled_maximum
@@ -67,9 +67,8 @@ class PatternArrays:
     """The whole pattern of an observed layer that rotated queries and keys alone do not make: masked, or with sink logits."""
 
     pattern: np.ndarray  # float32 [head, T, T]
-    null: (
-        np.ndarray | None
-    )  # float32 [head, T]: what of each row goes to no token and is missing in its sum; None where nothing does
+    # float32 [head, T]: what of each row goes to no token and is missing in its sum; None where nothing does
+    null: np.ndarray | None
     branches: tuple[str, ...] = ("own",)
 
     @property
@@ -165,8 +164,7 @@ class AttentionInputs:
 
     def softmaxes(self, layer: int) -> list[LayerArrays]:
         """The softmaxes of a layer; raises `UnknownName` for another."""
-        if layer not in range(len(self.layers)):
-            raise UnknownName("layer", layer, map(str, range(len(self.layers))))
+        refuse_unknown("layer", layer, range(len(self.layers)))
         return self.layers[layer]
 
 
@@ -222,11 +220,9 @@ def attention_map(
     """
     softmaxes = inputs.softmaxes(layer)
     heads = softmaxes[0].heads
-    if isinstance(head, bool) or head not in range(heads):
-        raise UnknownName("head", head, map(str, range(heads)))
+    refuse_unknown("head", head, range(heads))
     check_pool(pool)
-    if branch is not None and branch not in inputs.branches(layer):
-        raise UnknownName("branch", branch, inputs.branches(layer))
+    refuse_unknown("branch", branch, (None, *inputs.branches(layer)))
     if most < 1:
         raise BadData(f"most={most}: a window has at least one cell")
     rows, columns = chosen_positions(inputs.T, queries), chosen_positions(inputs.T, keys)
@@ -258,8 +254,7 @@ def attention_map(
 
 def check_pool(pool: str) -> None:
     """Raise `UnknownName` for another way to pool."""
-    if pool not in POOLS:
-        raise UnknownName("pool", pool, POOLS)
+    refuse_unknown("pool", pool, POOLS)
 
 
 OVERVIEW_POINTS = ("rot_q", "rot_k", "row_entropy", "sink")

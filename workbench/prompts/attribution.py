@@ -12,10 +12,9 @@ import pandas as pd
 import torch
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.models.activations import RebuiltPatterns
 from workbench.models.decomposition import TOLERANCE, By, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
-from workbench.prompts.prompt import PromptLike, by_layer, one_position, single_prompt
+from workbench.prompts.prompt import PromptLike, cached_run, one_position, single_prompt
 
 LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
 COLUMNS = ["level", "part", "layer", "head", "path", "value"]
@@ -73,12 +72,7 @@ def logit_attribution(
             if by == "layer":
                 raise
             notes.append(f"No parts by {by.replace('_', ' ')}: {reason}.")
-    names = list(dict.fromkeys(names))
-    tensors = RebuiltPatterns()
-    logits = by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(at, at + 1))
-    from workbench.models.activation_cache import Cache
-
-    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
+    logits, cache = cached_run(model, prompt.ids, names, slice(at, at + 1))
     row = logits[0, 0].double()
     logit = float(row[token] - (0.0 if against is None else row[against]))
     rows: list[dict[str, Any]] = []

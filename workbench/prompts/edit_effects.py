@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.files import local
 from workbench.interventions.ablation import TokenMeans, token_means
 from workbench.interventions.edits.base import Inputs
@@ -39,9 +39,8 @@ class Effect:
     edits: tuple[str, ...]
     loss_before: np.ndarray  # [T - 1] nats; entry i is the loss of token i + 1
     loss_after: np.ndarray
-    top_before: (
-        pd.DataFrame
-    )  # the likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`
+    # the likeliest tokens after the prompt, unedited: `id`, `text`, probabilities `before` and `after`
+    top_before: pd.DataFrame
     top_after: pd.DataFrame  # the likeliest under the edits; columns as above
     before: np.ndarray  # [d_vocab] probabilities of the token that follows the prompt, unedited
     after: np.ndarray  # under the edits
@@ -113,8 +112,7 @@ def edit_sweep(
     or text, whose logit and probability after the prompt are followed. Raises as `edited`; `BadData` for several prompts
     and an answer of several tokens; `WorkbenchError` where the edit names its layers, or has no heads to tell apart.
     """
-    if over not in ("layer", "layer x head"):
-        raise UnknownName("over", over, ["layer", "layer x head"])
+    refuse_unknown("over", over, ("layer", "layer x head"))
     inputs, edits = _inputs(model, single_prompt(model, prompt, least=1), other, means), as_edits(kind)
     if len(edits) != 1:
         raise WorkbenchError(f"{kind!r}: a sweep takes one edit, got {len(edits)}")
@@ -176,23 +174,20 @@ def _run(model: HookedModel, inputs: Inputs) -> _Run:
 
 
 def _inputs(model: HookedModel, prompt: Prompt, other: PromptLike | None, means: Means) -> Inputs:
-    tables = training_means(model, means) if isinstance(means, str) else means
+    tables = means
+    if isinstance(means, str):  # a site: from training documents of the model's run, once for each model
+        known = _TABLES.setdefault(model, {})
+        if means not in known:
+            run = Run.open(local(model.source["path"]).parent)  # a file may say where a model is from
+            ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
+            device = model.embed.weight.device
+            known[means] = token_means(model, means, [part.to(device) for part in ids.split(8)])
+        tables = known[means]
     second = None if other is None else second_prompt(model, prompt, other).ids
     return Inputs.of(model, prompt.ids, second, tables)
 
 
 _TABLES: WeakKeyDictionary[HookedModel, dict[str, TokenMeans]] = WeakKeyDictionary()
-
-
-def training_means(model: HookedModel, site: str) -> TokenMeans:
-    """The table of means per token id of a site, from training documents of the model's run; made once for each model."""
-    tables = _TABLES.setdefault(model, {})
-    if site not in tables:
-        run = Run.open(local(model.source["path"]).parent)  # a file may say where a model is from
-        ids = run.data.batch(0, max(1, MEANS_TOKENS // run.train.T), run.train.T, 0)
-        device = model.embed.weight.device
-        tables[site] = token_means(model, site, [part.to(device) for part in ids.split(8)])
-    return tables[site]
 
 
 def one_token(model: HookedModel, answer: int | str) -> int:

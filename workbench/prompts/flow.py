@@ -20,6 +20,7 @@ from torch import Tensor
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
 from workbench.metrics.attention import visible
+from workbench.metrics.base import wide
 from workbench.models.attention import JointAttention
 from workbench.models.decomposition import TOLERANCE
 from workbench.models.hooked import HookedModel
@@ -27,7 +28,7 @@ from workbench.observing.anatomy import output_map
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.value_paths import NEGLIGIBLE
 from workbench.prompts.attention_maps import attention_hook_points, recipes_of
-from workbench.prompts.prompt import PromptLike, by_layer, float32_or_better, one_position, single_prompt
+from workbench.prompts.prompt import PromptLike, by_layer, one_position, single_prompt
 
 Base = int | str  # a layer, whose own projection is meant, or a table
 Composition = dict[Base, float]  # coefficients of what layers project and tables hold
@@ -68,15 +69,6 @@ def layer_values(model: HookedModel) -> list[LayerValues]:
     """Return the value sources of every layer; raises `BadData` if an observed model does not show values or attention."""
     describe = _observed if isinstance(model, Observed) else _ours
     return [describe(model, n) for n in range(model.config.n_layers)]
-
-
-def compositions(layers: Sequence[LayerValues], mixes: Mapping[int, Sequence[float]]) -> list[Composition]:
-    """Return the sources of every layer's effective values from the coefficients in use."""
-    found: list[Composition] = []
-    for layer in layers:
-        weights = zip(layer.sources, mixes.get(layer.layer, [layer.alone]), strict=True)
-        found.append(resolved(layer, {j: w for j, w in weights if abs(w) > layer.negligible}, found))
-    return found
 
 
 def resolved(layer: LayerValues, weights: Mapping[Base, float], known: Sequence[Composition]) -> Composition:
@@ -244,7 +236,10 @@ def value_flow(model: HookedModel, prompt: PromptLike, position: int, layer: int
     run = _Run(model, layers, at, layer)
     groups = {n: points.made_of + (points.read if n >= layer else []) for n, points in enumerate(layers)}
     by_layer(model, prompt.ids, {n: list(dict.fromkeys(names)) for n, names in groups.items() if names}, run.reduce)
-    made = compositions(layers, run.mixes)
+    made: list[Composition] = []  # sources of every layer's effective values
+    for points in layers:
+        weights = zip(points.sources, run.mixes.get(points.layer, [points.alone]), strict=True)
+        made.append(resolved(points, {j: w for j, w in weights if abs(w) > points.negligible}, made))
     unknown = [n for n in run.readings if not run.explains(n, made[n])]
     if layer in unknown:
         raise BadData(
@@ -282,14 +277,14 @@ class _Run:
     def reduce(self, n: int, tensors: dict[str, Tensor]) -> None:
         points = self.layers[n]
         for base, name in points.vectors.items():
-            self.vectors.setdefault(base, float32_or_better(tensors[name][0, self.at]))
+            self.vectors.setdefault(base, wide(tensors[name][0, self.at]))
         if points.mix:
             self.mixes[n] = tensors[points.mix].tolist()
         if n < self.layer:
             return
         self.dtypes[n] = tensors[points.values[n]].dtype
-        triangle = torch.linalg.qr(float32_or_better(output_matrix(self.model, points.layer)).mT, mode="r").R
-        values = {j: float32_or_better(tensors[name][0]) for j, name in points.values.items()}
+        triangle = torch.linalg.qr(wide(output_matrix(self.model, points.layer)).mT, mode="r").R
+        values = {j: wide(tensors[name][0]) for j, name in points.values.items()}
         sizes = [written(v, triangle) for v in values.values()]
         here = torch.zeros(len(values), *sizes[0].shape, device=triangle.device, dtype=sizes[0].dtype)
         here[:, self.at] = 1.0
@@ -308,7 +303,7 @@ class _Run:
     def _attend(self, points: LayerValues, tensors: dict[str, Tensor], values: Sequence[Tensor]) -> Tensor:
         """Apply the layer's attention to numbers [T, head, number] by set of keys; returns [T, head, number]."""
         if points.scores[0].endswith("hook_pattern"):
-            return torch.einsum("hqk,khn->qhn", float32_or_better(tensors[points.scores[0]][0]), values[0])
+            return torch.einsum("hqk,khn->qhn", wide(tensors[points.scores[0]][0]), values[0])
         recipe = recipes_of(self.model).get(points.layer)
         if recipe is not None:
             softmaxes = recipe.softmaxes(tensors)
@@ -316,8 +311,8 @@ class _Run:
             q, k = (tensors[f"blocks.{points.layer}.attn.hook_{name}"] for name in ("rot_q", "rot_k"))
             softmaxes = [Softmax(1.0, q, [k])]
         heads = values[0].shape[1]
-        changed = ([_repeated(float32_or_better(k), heads).to(values[0]) for k in s.keys] for s in softmaxes)
-        queries = (float32_or_better(s.q).to(values[0]) for s in softmaxes)
+        changed = ([_repeated(wide(k), heads).to(values[0]) for k in s.keys] for s in softmaxes)
+        queries = (wide(s.q).to(values[0]) for s in softmaxes)
         many = [replace(s, q=q, keys=keys) for s, q, keys in zip(softmaxes, queries, changed, strict=True)]
         return joint_attention(many, [v[None] for v in values])[0]
 

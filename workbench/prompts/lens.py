@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.console import notebook_html
 from workbench.errors import BadData, WorkbenchError
+from workbench.metrics.base import wide
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
 from workbench.prompts.prompt import (
@@ -22,7 +23,6 @@ from workbench.prompts.prompt import (
     array,
     by_layer,
     chosen_positions,
-    float32_or_better,
     log_probabilities,
     one_position,
     single_prompt,
@@ -44,9 +44,8 @@ class Lens:
     top_ids: np.ndarray  # int32 [layer + 1, pos, top], likeliest first
     top_tokens: list[list[list[str]]]
     top_probability: np.ndarray  # float32 [layer + 1, pos, top]
-    probability: (
-        np.ndarray
-    )  # of the token that follows, float32 [layer + 1, pos]; NaN at the last position, as in `rank`
+    # of the token that follows, float32 [layer + 1, pos]; NaN at the last position, as in `rank`
+    probability: np.ndarray
     rank: np.ndarray  # tokens ahead of the one that follows [layer + 1, pos], 0 where it leads
     entropy: np.ndarray  # of the reading, nats [layer + 1, pos]
     kl: np.ndarray  # KL(output || reading), nats [layer + 1, pos]; 0 in the last row
@@ -167,7 +166,7 @@ def _by_runs(model: HookedModel, ids: Tensor, where: range, mapped: Mapped) -> R
     def read(stream: Tensor | None) -> Tensor:
         instead: Any = [] if stream is None else [(names[last], lambda x, hook: stream)]
         with model.hooks(instead):
-            return float32_or_better(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
+            return wide(model.everywhere(ids)[0, where.start : where.stop]).log_softmax(-1)
 
     output = read(None)
     if output.std() > 0 and torch.equal(read(cache[names[last]].flip(-1)), output):
@@ -206,7 +205,7 @@ def next_tokens(model: HookedModel, prompt: PromptLike, position: int = -1, top:
         by_layer(model, ids, {"head": ["unembed.hook_in"]}, lambda _, tensors: normed.extend(tensors.values()))
         outputs = log_probabilities(model, normed[0][0], normed=True)
     else:
-        outputs = [(slice(0, T), float32_or_better(model.everywhere(ids)[0]).log_softmax(-1))]
+        outputs = [(slice(0, T), wide(model.everywhere(ids)[0]).log_softmax(-1))]
     for where, log_p in outputs:
         if where.start <= at < where.stop:
             probabilities = log_p[at - where.start].exp()

@@ -163,9 +163,6 @@ def table_of_positions(model: Observed, cache: Any) -> Tensor | None:
     return None
 
 
-# ---- projections -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamMap:
     """The map from a block's input to a layer's queries or keys at some positions, norms frozen: a matrix, then divisions."""
@@ -295,9 +292,6 @@ def input_norm(runs: Sequence[ModuleRun], x: Tensor, u: Tensor, where: str, tole
     raise BadData(
         f"{where} projection does not read a norm of the block's input by a module of the block, or one without weights"
     )
-
-
-# ---- rotation and slopes ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ class Excerpt:
     """A piece of a document as a prompt."""
 
     text: str
-    query: (
-        int | None
-    )  # position of the query where a model reads the text; None where it would read other tokens than the document's
+    # position of the query where a model reads the text; None where it would read other tokens than the document's
+    query: int | None
 
 
 @torch.no_grad()

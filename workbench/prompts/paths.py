@@ -19,7 +19,7 @@ from workbench.models.activations import RebuiltPatterns
 from workbench.models.decomposition import Reader, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
 from workbench.prompts.attention_maps import attention_inputs, attention_map
-from workbench.prompts.prompt import PromptLike, by_layer, single_prompt
+from workbench.prompts.prompt import PromptLike, cached_run, single_prompt
 from workbench.prompts.scores import ScoreAttribution, score_attribution
 
 
@@ -75,13 +75,13 @@ def token_path(
         raise BadData(f"token id {token!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
     anatomy = anatomy_of(model)
     names = list(dict.fromkeys(anatomy.needed("value_path", n_layers, frozen=True)))
-    tensors = RebuiltPatterns()
-    by_layer(model, prompt.ids, {n: [n] for n in names}, lambda _, one: tensors.update(one), slice(query, query + 1))
-    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
+    _, cache = cached_run(model, prompt.ids, names, slice(query, query + 1))
+    tensors = cache.cache_dict
     at = query, query + 1
     whole = decompose(model, cache, to="logits", by="value_path", tokens=token, pos=at, anatomy=anatomy)
     masked = RebuiltPatterns(tensors).with_recipes(model.recipes())
-    for name in value_points(model, layer, names):
+    own = rf"blocks\.{layer}\.attn\.\w.*\.hook_v" if model.foreign is None else r".*(own|attn|table)\.hook_v"
+    for name in filter(re.compile(own).fullmatch, names):  # of the values that the layer's paths read
         kept = torch.zeros_like(tensors[name])
         kept[:, key] = tensors[name][:, key]
         masked[name] = kept
@@ -106,11 +106,3 @@ def token_path(
         raise WorkbenchError(f"head {layer}.{head} shows no value paths")
     (word,) = prompt.strings([token])
     return TokenPath(score=score, weight=weight, token=word, frame=pd.DataFrame(rows), head_logits=total)
-
-
-def value_points(model: HookedModel, layer: int, names: list[str]) -> list[str]:
-    """Return the hook points, among some, of the values that a layer's value paths read."""
-    if model.foreign is not None:
-        return [name for name in names if name.endswith(("own.hook_v", "attn.hook_v", "table.hook_v"))]
-    own = re.compile(rf"blocks\.{layer}\.attn\.\w.*\.hook_v")
-    return [name for name in names if own.fullmatch(name)]

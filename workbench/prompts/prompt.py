@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,9 +14,14 @@ from torch import Tensor
 from workbench.data.sources import RepeatedData
 from workbench.data.tasks import SYMBOLS
 from workbench.errors import BadData
+from workbench.metrics.base import wide
 from workbench.models import Transformer
+from workbench.models.activations import RebuiltPatterns
 from workbench.models.hooked import HookedModel
 from workbench.names import stream_hook
+
+if TYPE_CHECKING:
+    from workbench.models.activation_cache import Cache
 
 PERIOD = 32  # random tokens, written twice, that a repeated-token model reads where no text is given
 
@@ -152,15 +157,25 @@ def by_layer(
         if len(group) == len(names[key]):
             reduce(key, waiting.pop(key))
 
-    def cut(tensor: Tensor, hook: Any) -> Tensor:
-        return tensor[:, slice(0, 1) if head is None else head]
-
     points: list[Any] = [(name, collect) for name in owner]
     if isinstance(model, Transformer):
-        with model.hooks([*points, ("unembed.hook_in", cut)]):
+        wanted = slice(0, 1) if head is None else head
+        with model.hooks([*points, ("unembed.hook_in", lambda x, hook: x[:, wanted])]):
             return model(ids)
     with model.hooks(points):
         return model(ids) if head is None else model.everywhere(ids)[:, head]
+
+
+def cached_run(
+    model: HookedModel, ids: Tensor, names: Iterable[str], head: slice | None = None
+) -> tuple[Tensor, Cache]:
+    """Run once; return logits as `by_layer` and a cache of the hook points, from which patterns are rebuilt."""
+    from workbench.models.activation_cache import Cache
+
+    tensors = RebuiltPatterns()
+    groups = {name: [name] for name in dict.fromkeys(names)}
+    logits = by_layer(model, ids, groups, lambda _, one: tensors.update(one), head)
+    return logits, Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
 
 
 def streams(model: HookedModel) -> dict[int, str]:
@@ -181,12 +196,7 @@ def log_probabilities(model: Transformer, x: Tensor, normed: bool = False) -> It
         if not normed:
             part = F.rms_norm(part, norm.weight.shape, norm.weight, norm.eps)
         logits = F.linear(part, model.unembed.weight)
-        yield slice(start, start + len(part)), float32_or_better(logits).log_softmax(-1)
-
-
-def float32_or_better(x: Tensor) -> Tensor:
-    """Float32 or better."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        yield slice(start, start + len(part)), wide(logits).log_softmax(-1)
 
 
 def array(x: Tensor) -> np.ndarray:

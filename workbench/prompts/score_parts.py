@@ -11,7 +11,6 @@ from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
-from workbench.models.activations import RebuiltPatterns
 from workbench.models.attention import Attention, JointAttention
 from workbench.models.decomposition import By, anatomy_of, decompose
 from workbench.models.hook_points import has_hooks
@@ -19,7 +18,7 @@ from workbench.models.hooked import slice_positions
 from workbench.models.layers import NormedLinear, RMSNorm, Unnormed, rotate
 from workbench.observing.interception.masks import visible_keys
 from workbench.observing.recognition.fits import EXACT
-from workbench.prompts.prompt import by_layer
+from workbench.prompts.prompt import cached_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,8 @@ def own_score_parts(
         names += anatomy.needed(by, j)
         scales = ("ln1.hook_scale", "attn.q_proj.norm.hook_scale", "attn.k_proj.norm.hook_scale")
         names += [p for scale in scales if (p := f"blocks.{j}.{scale}") in model.hook_dict]
-    tensors = RebuiltPatterns()
-    by_layer(model, ids, {n: [n] for n in dict.fromkeys(names)}, lambda _, one: tensors.update(one))
-    from workbench.models.activation_cache import Cache
-
-    cache = Cache(tensors.with_recipes(model.recipes()), model, has_batch_dim=True)
-
+    _, cache = cached_run(model, ids, names)
+    tensors = cache.cache_dict
     at = list(range(ids.shape[1]) if pos is None else pos)
 
     def cut(name: str) -> Tensor:
@@ -73,10 +68,8 @@ def own_score_parts(
     heads = {
         x: slice(None) if head is None else slice(h, h + 1) for x, h in (("q", head or 0), ("k", (head or 0) // group))
     }
-    places = {
-        "q": slice(0, 1 if head is not None else None),
-        "k": slice(None),
-    }  # of one head: queries of the first position
+    # of one head: queries of the first position
+    places = {"q": slice(0, 1 if head is not None else None), "k": slice(None)}
     stream_labels = dict[int, list[str]]()
     own = dict[tuple[str, int], Tensor]()  # parts of each layer's own queries and keys, by name and layer
     for j in layers:
@@ -97,10 +90,8 @@ def own_score_parts(
                 made = made * (weight[i] if weight.ndim == 1 else by_head[..., i, None])
             for label, part in zip(stream_labels[j], made, strict=True):
                 sums[label] = sums[label] + part if label in sums else part
-        labels[name], parts[name] = (
-            list(sums),
-            rotate(torch.stack(list(sums.values())), (rotation[0][places[name]], rotation[1][places[name]])),
-        )
+        labels[name], here = list(sums), (rotation[0][places[name]], rotation[1][places[name]])
+        parts[name] = rotate(torch.stack(list(sums.values())), here)
     whole = {name: cut(f"{stem}{name}")[:, places[name], heads[name]] for name in terms}
     repeats = 1 if head is not None else group
     parts["k"], whole["k"] = (x["k"].repeat_interleave(repeats, -2) for x in (parts, whole))

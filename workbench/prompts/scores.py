@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workbench.console import notebook_html
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.models import Transformer
 from workbench.models.decomposition import By, label_parts
 from workbench.models.hooked import HookedModel
@@ -128,8 +128,7 @@ def score_attribution(
     named = [query, key, *([] if against is None or against == "others" else [against])]
     at = [one_position(prompt.ids.shape[1], p) for p in named]
     _check_layer(model, layer, by)
-    if isinstance(head, bool) or head not in range(model.config.n_heads):
-        raise UnknownName("head", head, map(str, range(model.config.n_heads)))
+    refuse_unknown("head", head, range(model.config.n_heads))
     if max(at[1:]) > at[0]:
         raise BadData(f"key {max(at[1:])} follows query {at[0]}: a query attends to itself and to earlier tokens")
     keys = list(range(at[0] + 1)) if against == "others" else at[1:]
@@ -191,9 +190,8 @@ def sink_attribution(
         parts = _score_parts(model, some, layer, by, None)
         T, scale = some.shape[1], parts.whole["q"].shape[-1] ** -0.5
         position = torch.arange(T, dtype=torch.float64, device=ids.device)
-        if (
-            parts.visible is None
-        ):  # keys [..., pos, head, d_head]: the first minus the mean of the others of each later query
+        # keys [..., pos, head, d_head]: the first minus the mean of the others of each later query
+        if parts.visible is None:
             queries = position[1:].long()
             contrast = [x[..., :1, :, :] - x[..., 1:, :, :].cumsum(-3) / position[1:, None, None]
                         for x in (parts.parts["k"], parts.whole["k"])]  # fmt: skip
@@ -222,10 +220,8 @@ def sink_attribution(
 
 
 def _check_layer(model: HookedModel, layer: int, by: str) -> None:
-    if isinstance(layer, bool) or layer not in range(model.config.n_layers):
-        raise UnknownName("layer", layer, map(str, range(model.config.n_layers)))
-    if by not in ("layer", "head", "value_path"):
-        raise UnknownName("by", by, ["layer", "head", "value_path"])
+    refuse_unknown("layer", layer, range(model.config.n_layers))
+    refuse_unknown("by", by, ("layer", "head", "value_path"))
 
 
 def _score_parts(

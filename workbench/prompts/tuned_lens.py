@@ -25,9 +25,10 @@ from torch import Tensor
 from workbench.checkpoints.saving import weights_hash, write_tensors
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, replacing
+from workbench.metrics.base import wide
 from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import HookedModel
-from workbench.prompts.prompt import float32_or_better, streams
+from workbench.prompts.prompt import streams
 
 VERSION = 2  # of the files
 
@@ -38,9 +39,8 @@ class TunedLens:
 
     maps: Tensor  # A_n, float32 [layer + 1, d_model, d_model]; the last is the identity
     shifts: Tensor  # b_n, float32 [layer + 1, d_model]
-    fitted_on: Mapping[
-        str, Any
-    ]  # weights (hash), data (hash of the ids), documents, positions, held_out (documents), ridge
+    # weights (hash), data (hash of the ids), documents, positions, held_out (documents), ridge
+    fitted_on: Mapping[str, Any]
     held_out: pd.DataFrame
     """A row for each layer and lens: layer, lens (`tuned`, `logit`, `frequency`), loss (nats), se (over documents), kl (nats). The baseline
     `frequency` predicts the frequencies of the tokens after the first of the fitted documents, each count plus 1."""
@@ -49,8 +49,8 @@ class TunedLens:
         """Map streams [..., d_model] that a layer reads to final streams; x itself for the last layer."""
         if layer == len(self.maps) - 1:
             return x
-        wide = float32_or_better(x)
-        return (wide @ self.maps[layer].to(wide).T + self.shifts[layer].to(wide)).to(x.dtype)
+        y = wide(x)
+        return (y @ self.maps[layer].to(y).T + self.shifts[layer].to(y)).to(x.dtype)
 
     def check(self, model: HookedModel) -> None:
         """Raise `BadData` if a model has other sizes."""
@@ -214,9 +214,9 @@ def _losses(
 
     def log_probabilities(stream: Tensor) -> Tensor:
         if model.foreign is None:
-            return float32_or_better(model.unembed(model.ln_final(stream))).log_softmax(-1)
+            return wide(model.unembed(model.ln_final(stream))).log_softmax(-1)
         with model.hooks([(names[model.config.n_layers], lambda x, hook: stream)]):
-            return float32_or_better(model.everywhere(ids)).log_softmax(-1)
+            return wide(model.everywhere(ids)).log_softmax(-1)
 
     def rows() -> Iterator[dict[str, Any]]:
         output = log_probabilities(last)

@@ -10,20 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import UnknownName
+from workbench.errors import refuse_unknown
 from workbench.interventions.retention import token_tables, tokens_ahead
+from workbench.metrics.base import wide
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS
 from workbench.observing.observed_model import Observed
-from workbench.prompts.prompt import (
-    PromptLike,
-    array,
-    by_layer,
-    chosen_positions,
-    float32_or_better,
-    single_prompt,
-    streams,
-)
+from workbench.prompts.prompt import PromptLike, array, by_layer, chosen_positions, single_prompt, streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +25,12 @@ class ValueNorms:
 
     tokens: list[str]
     own: np.ndarray  # as projected from the layer's own input [layer, T]
-    first_part: (
-        np.ndarray
-    )  # the first layer's value times its coefficient [layer, T], at the layers that mix or borrow it
+    # the first layer's value times its coefficient [layer, T], at the layers that mix or borrow it
+    first_part: np.ndarray
     effective: np.ndarray  # what the attention multiplies [layer, T]
     cosine: np.ndarray  # between own and effective value [layer, T]
-    stream: (
-        np.ndarray
-    )  # [layer + 1, T]: what the blocks read, and what the final norm reads; row 0 is the embedding's in most models
+    # [layer + 1, T]: what the blocks read, and what the final norm reads; row 0 is the embedding's in most models
+    stream: np.ndarray
 
 
 @torch.no_grad()
@@ -66,7 +57,7 @@ def value_norms(model: HookedModel, prompt: PromptLike) -> ValueNorms:
         rows["effective"][key] = _norms(v)
         if own is not None:
             here = v[0, :, : own.shape[2]]  # where other heads are another layer's
-            one, other = (float32_or_better(x.flatten(1)) for x in (own[0], here))
+            one, other = (wide(x.flatten(1)) for x in (own[0], here))
             rows["own"][key], rows["cosine"][key] = _norms(own), array(torch.cosine_similarity(one, other, dim=-1))
         if first := _mixed_first(model, key):
             name, mix, place = first
@@ -97,7 +88,7 @@ def _mixed_first(model: HookedModel, layer: int) -> tuple[str, str, int] | None:
 
 def _norms(x: Tensor) -> np.ndarray:
     """[T] of a tensor [1, T, ...]."""
-    return array(float32_or_better(x[0].flatten(1)).norm(dim=-1))
+    return array(wide(x[0].flatten(1)).norm(dim=-1))
 
 
 SITES = ("stream", "own_v", "v")
@@ -130,8 +121,8 @@ def token_identity(
     """
     prompt = single_prompt(model, prompt)
     where, n_layers = chosen_positions(prompt.ids.shape[1], positions), model.config.n_layers
-    if other := next((s for s in sites if s not in SITES), None):
-        raise UnknownName("site", other, SITES)
+    for site in sites:
+        refuse_unknown("site", site, SITES)
     places = {("stream", n): name for n, name in streams(model).items()}
     places |= {(s, n): ACTIVATIONS[s].hook.format(layer=n) for s in SITES[1:] for n in range(n_layers)}
     tables = token_tables(model, sites)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from workbench.errors import ArchitectureAssumed, BadCheckpoint, ObservedInstead
 from workbench.files import write_json
 from workbench.models import Transformer
 from workbench.observing.observed_model import Observed
+from workbench.runs.log_import import all_appearing
 from workbench.runs.run import FORMAT, Run, place_of, written_now
 from workbench.storage.locations import Location, locate
 from workbench.storage.mirror import push
@@ -54,7 +53,7 @@ def import_run(
     if builder and (architecture or options):
         raise WorkbenchError("a builder makes the module itself: architecture and options are settings of our decoder")
     given = Given(architecture, config or {}, options)
-    with _appearing(place) as folder:
+    with all_appearing([place]) as (folder,):
         first: dict[str, Any] = {}
         for i, checkpoint in enumerate(checkpoints):
             step, source = checkpoint.step or 0, checkpoint.path
@@ -106,7 +105,6 @@ def import_run(
 
 
 def _facts(model: Transformer | Observed) -> dict[str, Any]:
-    """Return the facts that describe a run; an observed model's name and options are inferred from this step's values."""
     facts = {what: getattr(model, what) for what in ("architecture", "options", "config")}
     facts |= {"form": model.source["format"], "assumed": getattr(model, "assumed", False), "observed": None}
     if isinstance(model, Observed):
@@ -137,17 +135,3 @@ def _checkpoints(location: Location, key: str, strip_prefix: str) -> list[Checkp
         return checkpoints
     step = read_merged(checkpoints[0]).info.step or 0
     return [replace(checkpoints[0], path=checkpoints[0].path.resolve(), step=step)]
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """Yield a hidden folder that becomes `folder` on success and is removed otherwise."""
-    part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
-        part.mkdir(parents=True)
-        yield part
-        part.rename(folder)
-    except OSError as error:
-        raise WorkbenchError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

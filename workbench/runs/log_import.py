@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from workbench.checkpoints.identify import ENDINGS, RUN_FILE, is_directory
 from workbench.checkpoints.training_logs.fields import ESTIMATED, UNITS
 from workbench.checkpoints.training_logs.reading import Curve, LogReader, read_log, reader_of
 from workbench.console import Progress
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.files import local, write_json
 from workbench.models.registry import architecture as architecture_of
 from workbench.runs.records import typed, write_parquet
@@ -105,8 +105,7 @@ def import_logs(
     name = name or (places[0].stem if places[0].is_file() else places[0].resolve().name)
     facts = dict(config or {})
     for key, value in facts.items():
-        if key not in LOG_FACTS:
-            raise UnknownName("fact of a training log", key, LOG_FACTS)
+        refuse_unknown("fact of a training log", key, LOG_FACTS)
         if key != "data" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < np.inf):
             raise BadData(f"{key}={value!r}: must be a number of 0 or more")
     logs, notes = _read(places, progress)
@@ -124,11 +123,17 @@ def import_logs(
     if taken:
         raise WorkbenchError(f"{taken[0]} exists; choose another name with --name, or remove it")
     written = written_now()
-    with _all_appearing([place_of(runs, run) for run in names]) as folders:
+    with all_appearing([place_of(runs, run) for run in names]) as folders:
         for i, (log, label, seed, folder) in enumerate(zip(logs, labels, seeds, folders, strict=True)):
             if progress:
                 progress(i, len(logs), f"writing {names[i]}")
-            _write(folder, log, run=names[i], experiment=name, label=label, seed=seed, facts=facts, written=written)
+            _write_telemetry(folder, log, run=names[i], architecture=label, seed=seed)
+            origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}
+            info = {
+                "format": FORMAT, "architecture": label, "options": {}, "seed": seed, "data": {"kind": "log"},
+                "log": {**origin, "experiment": name, "last": log.last, "known": facts}, **written,
+            }  # fmt: skip
+            write_json(folder / RUN_FILE, info)
     for run in names:
         push(place_of(runs, run))
     return ImportedLogs(tuple(Run.open(place_of(runs, run)) for run in names), tuple(notes))
@@ -251,7 +256,6 @@ def _listed(skipped: Counter[str]) -> str:
 
 
 def _selected(logs: Sequence[_LogRun], wanted: Mapping[str, str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
-    """Return the logs in a table of architectures, and the architecture of each."""
     labels = dict[int, str]()
     for key, value in wanted.items():
         label = _registered(value)
@@ -282,18 +286,8 @@ def _run_names(name: str, labels: Sequence[str], seeds: Sequence[int]) -> list[s
     return [f"{name}-{slugs[label]}-s{seed}" for label, seed in zip(labels, seeds, strict=True)]
 
 
-def _write(
-    folder: Path,
-    log: _LogRun,
-    *,
-    run: str,
-    experiment: str,
-    label: str,
-    seed: int,
-    facts: Mapping[str, Any],
-    written: Mapping[str, Any],
-) -> None:
-    """Write `run.json` and the telemetry of a run."""
+def _write_telemetry(folder: Path, log: _LogRun, **common: Any) -> None:
+    """Write the curves of a run as rows with these columns in common."""
     bounds, begin = np.sort(np.concatenate([steps for steps, _ in log.curves.values()])), 0
     while begin < len(bounds):  # a step is never cut in two
         first, last = bounds[begin], bounds[min(begin + ROWS, len(bounds)) - 1]
@@ -302,31 +296,29 @@ def _write(
         for metric, (steps, values) in log.curves.items():
             low, high = np.searchsorted(steps, (first, last + 1))
             axes = {
-                "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric], "seed": seed, "run": run,
-                "architecture": label, "variant": "estimate" if metric == ESTIMATED else None,
+                "metric": "train_loss" if metric == ESTIMATED else metric, "unit": UNITS[metric],
+                "variant": "estimate" if metric == ESTIMATED else None,
                 "part": "all" if metric == "total_gradient_norm" else None,
                 "data": "validation" if metric == "validation_loss" else None,
             }  # fmt: skip
-            parts.append(pd.DataFrame({"step": steps[low:high], "value": values[low:high]} | axes))
+            parts.append(pd.DataFrame({"step": steps[low:high], "value": values[low:high]} | axes | common))
         table = typed(pd.concat(parts, ignore_index=True).sort_values("step", kind="stable"))
         write_parquet(table, folder / "telemetry" / f"{first:06d}-{last + 1:06d}.parquet")
-    origin = {"from": str(log.path), "form": log.form, "setting": log.setting, "name": log.name}
-    info = {
-        "format": FORMAT, "architecture": label, "options": {}, "seed": seed, "data": {"kind": "log"},
-        "log": {**origin, "experiment": experiment, "last": log.last, "known": dict(facts)}, **written,
-    }  # fmt: skip
-    write_json(folder / RUN_FILE, info)
 
 
 @contextmanager
-def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
+def all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
     """Yield hidden folders that become `places` on success, all or none. Remove the folders of imports that were killed."""
     part = places[0].with_name(f".{uuid.uuid4().hex[:12]}.part")
     moved = list[tuple[Path, Path]]()
     try:
         part.mkdir(parents=True)
         with FileLock(part / LOCK):
-            _remove_abandoned(part.parent)
+            for lock in part.parent.glob(f".*.part/{LOCK}"):
+                if time.time() - lock.stat().st_mtime < NEW_S:
+                    continue
+                with suppress(Timeout), FileLock(lock, timeout=0):  # else another import writes
+                    shutil.rmtree(lock.parent, ignore_errors=True)
             folders = [part / place.name for place in places]
             for folder in folders:
                 folder.mkdir()
@@ -344,15 +336,3 @@ def _all_appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _remove_abandoned(runs: Path) -> None:
-    """Remove hidden folders whose import holds no lock; a new one may not have its lock yet."""
-    for lock in runs.glob(f".*.part/{LOCK}"):
-        if time.time() - lock.stat().st_mtime < NEW_S:
-            continue
-        try:
-            with FileLock(lock, timeout=0):
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        except Timeout:
-            pass  # another import writes

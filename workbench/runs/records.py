@@ -82,7 +82,6 @@ def records(rows: Iterable[dict[str, Any]], columns: Sequence[str] = COLUMNS) ->
 
 
 def _types(columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield each column with its pandas type."""
     for name in columns:
         yield name, "str" if name in TEXT else "Int64" if name in WHOLE else "float64"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, refuse_unknown
 from workbench.files import replacing, write_text
 from workbench.runs.records import read_parquet, typed, write_parquet
 
@@ -43,8 +43,8 @@ def write_table_as(frame: Any, out: Path) -> None:
 
 def refuse_ending(path: Path | None) -> None:
     """Raise `UnknownName` for an ending that `write_table_as` does not write."""
-    if path is not None and path.suffix not in WRITERS:
-        raise UnknownName("file ending", path.suffix, WRITERS)
+    if path is not None:
+        refuse_unknown("file ending", path.suffix, WRITERS)
 
 
 def read_records(path: Path) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import pandas as pd
 
 from workbench.environment import WANDB_MODE, WANDB_PROJECT, variable
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.files import digest
 from workbench.places import install
 from workbench.runs.records import load_records
@@ -135,8 +135,7 @@ def installed_trackers(to: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of trackers; raises `UnknownName`, and `WorkbenchError` if a client is not installed."""
     names = (to,) if isinstance(to, str) else tuple(dict.fromkeys(to))
     for name in names:
-        if name not in TRACKERS:
-            raise UnknownName("sink", name, TRACKERS)
+        refuse_unknown("sink", name, TRACKERS)
         if importlib.util.find_spec(TRACKERS[name][0]) is None:
             raise WorkbenchError(f"to={name!r} needs its client: {install(name)}")
     return names
@@ -176,8 +175,7 @@ def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
         frame = frame[frame[MANY].isna().all(axis=1)]
     else:
         for name in metrics:
-            if not (frame["metric"] == name).any():
-                raise UnknownName(f"metric of {run.name}", name, set(frame["metric"]))
+            refuse_unknown(f"metric of {run.name}", name, set(frame["metric"]))
         frame = frame[frame["metric"].isin(metrics)]
     if frame.empty:
         raise BadData(f"{run.name} has no numbers to export: train or measure it first")

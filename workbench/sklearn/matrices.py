@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, refuse_unknown
 from workbench.interventions.base import hook_points
+from workbench.metrics.base import wide
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS
-from workbench.prompts.prompt import by_layer, float32_or_better
+from workbench.prompts.prompt import by_layer
 
 SITES = tuple(
     name for name, a in ACTIVATIONS.items() if a.axes.startswith("batch pos ") and name not in ("logits", "tokens")
@@ -25,8 +26,7 @@ def site_hooks(model: HookedModel, site: str) -> dict[int, str]:
 
     Raises `UnknownName` for a site that has no vector for each token.
     """
-    if site not in SITES:
-        raise UnknownName("site", site, SITES)
+    refuse_unknown("site", site, SITES)
     return hook_points(model, site)
 
 
@@ -90,7 +90,7 @@ def vectors(model: HookedModel, names: Mapping[int, str], ids: Tensor, batch: in
             ((name, x),) = tensors.items()
             if x.ndim < 3 or x.shape[:2] != part.shape:
                 raise BadData(f"{name} has shape {tuple(x.shape)}, not a vector for each of {tuple(part.shape)} tokens")
-            found.append((layer, float32_or_better(x.flatten(2).flatten(0, 1)).float().cpu()))
+            found.append((layer, wide(x.flatten(2).flatten(0, 1)).float().cpu()))
 
         with model.lock:
             by_layer(model, part.to(model.embed.weight.device), {layer: [name] for layer, name in names.items()}, take)

@@ -14,7 +14,7 @@ from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import silhouette_score
 from sklearn.neighbors import NearestNeighbors
 
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.metrics.retention import ClassSums, Discriminant
 from workbench.metrics.values import TokenIdentityShare
 from workbench.sklearn.estimators import StreamedPCA
@@ -75,8 +75,7 @@ def token_map(
         BadData: Fewer than two tokens occur twice, or too few documents for LDA.
         WorkbenchError: UMAP is not installed.
     """
-    if method not in METHODS:
-        raise UnknownName("method", method, METHODS)
+    refuse_unknown("method", method, METHODS)
     ids = as_ids(model, tokens)
     X, y = as_matrix(model, site, ids, layer=layer, batch=batch)
     return map_of(X, y, ids.shape[1], method=method, neighbours=neighbours, most=most, seed=seed)

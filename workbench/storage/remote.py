@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.files import URL, digest
 from workbench.places import install
 
@@ -45,8 +45,7 @@ def remote(url: str) -> Remote:
     import fsspec
 
     scheme = url.partition("://")[0]
-    if scheme not in fsspec.available_protocols():
-        raise UnknownName("kind of storage", scheme, fsspec.available_protocols())
+    refuse_unknown("kind of storage", scheme, fsspec.available_protocols())
     with saying("open", url, NEEDS.get(scheme, "")):
         files, root = fsspec.core.url_to_fs(url)
 

@@ -276,15 +276,12 @@ class _Loop:
         self.config, self.main = run.train, accelerator.is_main_process
         self.bare: Transformer = build(run.architecture, run.model, seed=run.seed, **options)
         self.model, prepared = accelerator.prepare(self.bare.train(), optimiser(self.bare, self.config))
-        self.optimiser: torch.optim.AdamW = (
-            prepared.optimizer
-        )  # without loss scaling accelerate's wrapper only adds time
+        # without loss scaling accelerate's wrapper only adds time
+        self.optimiser: torch.optim.AdamW = prepared.optimizer
         self.parameters = dict(self.bare.named_parameters())
         self.telemetry, self.step, self.stop, self.sent = Telemetry(run), 0, False, True
         self.samples = {d: data.sample(self.config.validation_sequences, self.config.T, domain=d) for d in data.domains}
         self._restore()
-
-    # ---- one step ----------------------------------------------------------------------------------------------------
 
     def run_to_end(self) -> None:
         """Train to the recipe's last step, and write telemetry, checkpoints and resume points."""
@@ -358,8 +355,6 @@ class _Loop:
         self.optimiser.step()
         return loss.detach()
 
-    # ---- telemetry ---------------------------------------------------------------------------------------------------
-
     def _note_gradients(self, gradients: dict[str, Tensor], variant: str | None = None) -> None:
         measure = METRICS["gradient_norm"]
         axes = {"variant": variant, "unit": measure.units.get(variant or "", measure.unit)}
@@ -395,8 +390,6 @@ class _Loop:
                 if self.sent:
                     warn_caller(f"training continues without the upload: {error}", NotSent)
                 self.sent = False
-
-    # ---- stopping and resuming ---------------------------------------------------------------------------------------
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 
 from workbench.checkpoints.format import Format
 from workbench.checkpoints.identify import GGUF
-from workbench.checkpoints.state import Dtype, State
+from workbench.checkpoints.state import Dtype
 from workbench.checkpoints.stored import Stored, first_bytes
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.data.tokenizer import as_tokenizer
@@ -77,9 +77,7 @@ def tokenizer_inside(path: Path, d_vocab: int) -> Any:
     return as_tokenizer(tokenizer, d_vocab)
 
 
-def module_of_state(state: State, dtype: Dtype) -> Any:
-    """Return transformers' module of a state for the observer."""
-    return open_module(state.info.path, dtype)
-
-
-FORMAT = Format(name="GGUF", read=dequantised, module=module_of_state, tokenizer=tokenizer_inside)
+FORMAT = Format(
+    name="GGUF", read=dequantised, tokenizer=tokenizer_inside,
+    module=lambda state, dtype: open_module(state.info.path, dtype),
+)  # fmt: skip

@@ -29,16 +29,12 @@ SETTINGS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
-FIXED = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "workbench": {"architecture": "transformer"},
-}
+FIXED = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4, "workbench": {"architecture": "transformer"}}
 MOST = (1 << 16, 1 << 18, 1 << 10, 1 << 10, 1 << 10, 1 << 22, 1 << 22)
 """Largest plausible value of each: other files begin with larger or negative numbers."""
 LAYER = "model.layers.{}."
 UNKNOWN, BOS, EOS, FIRST_BYTE, FIRST_PIECE = 0, 1, 2, 3, 259  # token ids
+SWAPPED = "with swapped bytes (big-endian); export it on a little-endian machine"
 
 
 def read_weights(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | None:
@@ -54,9 +50,7 @@ def read_weights(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | No
             )
         fields, start = head[8:36], HEADER
     elif head[:4] == MAGIC[::-1]:
-        raise BadCheckpoint(
-            f"{path} is a llama2.c file with swapped bytes (big-endian); export it on a little-endian machine"
-        )
+        raise BadCheckpoint(f"{path} is a llama2.c file {SWAPPED}")
     else:
         fields, start = head[:28], 28
     values = _plausible(fields, "<")
@@ -64,9 +58,7 @@ def read_weights(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]] | No
         if head[:4] == MAGIC:
             raise BadCheckpoint(f"{path} is a llama2.c file whose header is damaged; copy it again")
         if _plausible(fields, ">") and size % 4 == 0:
-            raise BadCheckpoint(
-                f"{path} looks like a llama2.c file with swapped bytes (big-endian); export it on a little-endian machine"
-            )
+            raise BadCheckpoint(f"{path} looks like a llama2.c file {SWAPPED}")
         return None
     tied = values[5] > 0 if start == 28 else head[36] == 1
     config = dict(zip(SETTINGS, map(abs, values), strict=True)) | FIXED
@@ -110,12 +102,9 @@ def _tensors(path: Path, config: Mapping[str, Any], start: int, tied: bool) -> t
         ]  # fmt: skip
     tensors, offset = dict[str, Stored](), start
     for part in order:
-        each = (
-            [(f"{LAYER.format(i)}{part}.weight", parts[part]) for i in range(layers)]
-            if isinstance(part, str)
-            else [part]
-        )
-        for name, shape in each:
+        names = [f"{LAYER.format(i)}{part}.weight" for i in range(layers)] if isinstance(part, str) else [part[0]]
+        shape = parts[part] if isinstance(part, str) else part[1]
+        for name in names:
             if name:
                 tensors[name] = Stored(path, torch.float32, shape, offset)
             offset += 4 * math.prod(shape)
@@ -126,9 +115,8 @@ def _tensors(path: Path, config: Mapping[str, Any], start: int, tied: bool) -> t
 
 def llama2c_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer | None:
     """Return the tokenizer in `tok512.bin` (by the vocabulary's size) or `tokenizer.bin` beside a file, None without one."""
-    names = (f"tok{d_vocab}.bin", "tokenizer.bin")
-    file = next((place for name in names if (place := path.with_name(name)).is_file()), None)
-    return None if file is None else read_tokenizer(file, d_vocab)
+    beside = (path.with_name(name) for name in (f"tok{d_vocab}.bin", "tokenizer.bin"))
+    return next((read_tokenizer(file, d_vocab) for file in beside if file.is_file()), None)
 
 
 def read_tokenizer(path: Path, d_vocab: int) -> ForeignTokenizer:

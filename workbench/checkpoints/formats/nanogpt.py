@@ -29,7 +29,22 @@ def gpt2(state: State, dtype: Dtype = None) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     where, sizes = state.info.path, _sizes(state)
-    _refuse_unfit(state, sizes, bool((state.info.config or {}).get("bias", True)))
+    bias = bool((state.info.config or {}).get("bias", True))
+    d = sizes["n_embd"]
+    ends = {EMBEDDINGS: [sizes["vocab_size"], d], POSITIONS: [sizes["block_size"], d]}
+    wanted = ends | {"transformer.ln_f.weight": [d]}
+    parts = {
+        "ln_1": [d], "attn.c_attn": [3 * d, d], "attn.c_proj": [d, d], "ln_2": [d], "mlp.c_fc": [4 * d, d], "mlp.c_proj": [d, 4 * d],
+    }  # fmt: skip
+    if (layers := sizes["n_layer"]) > len(state.tensors):
+        raise BadCheckpoint(f"{state.info.path}: n_layer={layers}, but there are {len(state.tensors)} tensors")
+    for i in range(layers):
+        wanted |= {f"transformer.h.{i}.{part}.weight": shape for part, shape in parts.items()}
+    if bias:
+        wanted |= {n.removesuffix("weight") + "bias": shape[:1] for n, shape in wanted.items() if n not in ends}
+    shapes = {name: shape for name, shape in state.shapes.items() if name != HEAD and not MASK.fullmatch(name)}
+    if faults := misfits(shapes, wanted):
+        raise BadCheckpoint(f"{state.info.path} does not fit its settings {dict(state.info.config or {})}: {faults}")
     state.check()
     config = GPT2Config(
         vocab_size=sizes["vocab_size"], n_positions=sizes["block_size"], n_embd=sizes["n_embd"], n_layer=sizes["n_layer"],
@@ -60,24 +75,6 @@ def _sizes(state: State) -> dict[str, Any]:
     if sizes["n_embd"] % sizes["n_head"]:
         raise BadCheckpoint(f"{where}: n_head={sizes['n_head']} does not divide n_embd={sizes['n_embd']}")
     return sizes
-
-
-def _refuse_unfit(state: State, sizes: dict[str, Any], bias: bool) -> None:
-    d = sizes["n_embd"]
-    ends = {EMBEDDINGS: [sizes["vocab_size"], d], POSITIONS: [sizes["block_size"], d]}
-    wanted = ends | {"transformer.ln_f.weight": [d]}
-    parts = {
-        "ln_1": [d], "attn.c_attn": [3 * d, d], "attn.c_proj": [d, d], "ln_2": [d], "mlp.c_fc": [4 * d, d], "mlp.c_proj": [d, 4 * d],
-    }  # fmt: skip
-    if (layers := sizes["n_layer"]) > len(state.tensors):
-        raise BadCheckpoint(f"{state.info.path}: n_layer={layers}, but there are {len(state.tensors)} tensors")
-    for i in range(layers):
-        wanted |= {f"transformer.h.{i}.{part}.weight": shape for part, shape in parts.items()}
-    if bias:
-        wanted |= {n.removesuffix("weight") + "bias": shape[:1] for n, shape in wanted.items() if n not in ends}
-    shapes = {name: shape for name, shape in state.shapes.items() if name != HEAD and not MASK.fullmatch(name)}
-    if faults := misfits(shapes, wanted):
-        raise BadCheckpoint(f"{state.info.path} does not fit its settings {dict(state.info.config or {})}: {faults}")
 
 
 FORMAT = Format(name="nanoGPT", keys=("model", "model_args"), step="iter_num", config="model_args", module=gpt2)

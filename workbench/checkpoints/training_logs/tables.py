@@ -183,9 +183,8 @@ def _kind(path: Path, head: bytes) -> str:
         except ValueError:
             return ""
     cells = [plain_name(cell) for cell in re.split("[,;\t]", line)]
-    return (
-        "csv" if len(cells) > 1 and any(name in cells for name in STEPS) and any(quantity(c)[0] for c in cells) else ""
-    )
+    is_table = len(cells) > 1 and any(name in cells for name in STEPS) and any(quantity(c)[0] for c in cells)
+    return "csv" if is_table else ""
 
 
 READER = LogReader("table", lambda path, head: bool(_kind(path, head)), read_table)

@@ -26,11 +26,8 @@ def _read(path: Path, numbers: LogNumbers) -> None:
             numbers.skipped[SUMMARY_REASON] += 1
             continue
         for name, value in entry.items():
-            if (
-                name not in ("step", "epoch")
-                and isinstance(value, int | float)
-                and not name.endswith(("runtime", "per_second"))
-            ):
+            is_number = isinstance(value, int | float) and not name.endswith(("runtime", "per_second"))
+            if is_number and name not in ("step", "epoch"):
                 numbers.add(entry["step"], name, value)
 
 

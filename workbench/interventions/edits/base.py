@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.interventions.ablation import TokenMeans, branches
 from workbench.models.hooked import HookedModel
 from workbench.names import ACTIVATIONS, stream_hook
@@ -45,8 +45,7 @@ def parsed_option(kind: str, option: dataclasses.Field[Any], value: Any) -> Any:
     """A value of the option's type, made from text where it is one; raises `UnknownName`, `BadData` or `WorkbenchError`."""
     where = f"{option.name} of {kind}"
     if "choices" in option.metadata:
-        if value not in option.metadata["choices"]:
-            raise UnknownName(where, value, filter(None, option.metadata["choices"]))
+        refuse_unknown(where, value, option.metadata["choices"])
         return value
     if option.type == "Numbers":  # one, several, or a text of them
         if isinstance(value, str):

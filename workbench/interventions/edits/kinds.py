@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.interventions.edits.base import (
     HEADS,
     Edit,
@@ -157,8 +157,7 @@ class Coefficient(Edit):
     def what(self, model: HookedModel) -> str:
         path = self._path(model)
         known = {name for n in range(model.config.n_layers) for name in sources_at(model, path, n)}
-        if self.source and self.source not in known:
-            raise UnknownName(f"source of the {path} coefficients of {model.architecture}", self.source, known)
+        refuse_unknown(f"source of the {path} coefficients of {model.architecture}", self.source, ("", *known))
         return f"coefficient of {path}" + (f" for {self.source}" if self.source else "")
 
     def _path(self, model: HookedModel) -> str:
@@ -354,12 +353,10 @@ def as_edits(given: Given | Iterable[Given]) -> list[Edit]:
 
 
 def _made(kind: Any, options: Mapping[str, Any]) -> Edit:
-    if kind not in KINDS:
-        raise UnknownName("edit", kind, KINDS)
+    refuse_unknown("edit", kind, KINDS)
     fields = {f.name: f for f in dataclasses.fields(KINDS[kind])}
     for key in options:
-        if key not in fields:
-            raise UnknownName(f"option of {kind}", key, fields)
+        refuse_unknown(f"option of {kind}", key, fields)
     for name, each in fields.items():
         if each.default is dataclasses.MISSING and name not in options:
             raise WorkbenchError(f"{kind} needs {name}, as {name}=0")

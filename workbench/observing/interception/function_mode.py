@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -186,11 +186,6 @@ def attention_functions(module: nn.Module) -> list[str]:
     return sorted(name for name in names if isinstance(name, str) and name not in _SEEN_BY_MODE)
 
 
-def has_fused_layers(module: nn.Module) -> bool:
-    """Return whether PyTorch has a fused form of some submodule, which calls neither hooks nor modes."""
-    return any(isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer) for part in module.modules())
-
-
 _DEVICES = ("cpu", "cuda")
 _INTERFACE: dict[str, ProcessSwitch] = {}  # functions of Hugging Face's `AttentionInterface`, by name
 
@@ -346,21 +341,6 @@ def remove_module_hooks(owner: object, modules: Iterable[nn.Module]) -> None:
                     hooks.pop(key, None)
                     for names in options:
                         names.pop(key, None)
-
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled code and PyTorch's encoder layers in eager form while open: the mode cannot see their fused forms."""
-    scope = Interception(None)
-    try:
-        scope.begin()
-        yield
-    finally:
-        try:
-            scope.end()
-        except BaseException:
-            scope.end()
-            raise
 
 
 FAST_PATH_NOTE = "PyTorch's fused encoder layers: runs with hooks take their plain path; the two may round differently"

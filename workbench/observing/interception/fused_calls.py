@@ -132,11 +132,6 @@ class FusedCall:
             )
         return listed or self
 
-    @property
-    def mask_source(self) -> Any:
-        """The object that defines the mask, the same in all layers that share it."""
-        return self.mask if self.flex is None else self.flex.mask_mod
-
     def masks(self, positions: Positions) -> tuple[Any, bool, bool]:
         """Return the mask as `scaled_dot_product_attention` takes it, whether the call is causal besides, and the mask's extent.
 

@@ -7,7 +7,7 @@ file every tensor is [batch, pos, ...] of tokens alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,10 +38,6 @@ class Layout:
             "streams are [pos, batch, d_model] inside the module: hooks get and give [batch, pos, d_model]": self.turned,
         }
         return "; ".join(note for note, applies in notes.items() if applies)
-
-    def turn(self) -> Layout:
-        """Return the layout with positions first."""
-        return replace(self, turned=True)
 
 
 @dataclass(frozen=True)
@@ -76,10 +72,6 @@ class BatchAxis(NamedTuple):
         x = x.movedim(0, place + self.is_inner)
         return x.flatten(place, place + 1) if self.is_inner else x
 
-    def front_letters(self, letters: str) -> str:
-        """Return the letters of the axes after `to_front`: `*` for heads that shared the axis of the sequences."""
-        return self.letter * (self.letter in letters) + letters.replace(self.letter, "*" if self.is_inner else "")
-
 
 BATCH_FIRST = BatchAxis()
 """Axis of the sequences in most calls."""
@@ -100,8 +92,6 @@ class Positions:
         """Possible [row, column] of streams: sequences may be in one row inside attention alone."""
         inside = (self.rows, self.columns)
         return (inside, (self.batch, self.length)) if self.layout.packed else (inside,)
-
-    # ---- tensors with one axis of positions --------------------------------------------------------------------------
 
     def fitting(self, shape: Sequence[int]) -> list[Axes]:
         """Return the axes that fit a tensor's shape.
@@ -176,8 +166,6 @@ class Positions:
                 if torch.equal(each.reshape(self.batch, -1) if columns == self.length else self.cropped(each), tokens):
                     return True
         return False
-
-    # ---- operands of attention ---------------------------------------------------------------------------------------
 
     def heads(self, x: Tensor, beside: Beside | None = None) -> Tensor:
         """Return the tokens [batch, pos, head, d_head] of [..., pos, d_head] with batch and heads in front."""

@@ -65,7 +65,7 @@ class ProductCall:
         args = list(self.args)
         for place, view in zip(self.places, views, strict=True):
             args[place] = view
-        a, b, out = (batch.front_letters(own) for own in letters)
+        a, b, out = (batch.letter * (batch.letter in own) + own.replace(batch.letter, "*") for own in letters)
         return ProductCall(run, tuple(args), self.kwargs, self.places, (a, b, out), batch)
 
     def shown(self, out: Tensor, rows: int) -> Tensor:
@@ -230,10 +230,7 @@ def _sizes(call: ProductCall) -> dict[str, int]:
 
 
 def _lead(call: ProductCall, which: int, square: str, key: str, rows: int, columns: int) -> tuple[str, str] | None:
-    """Return the letters before queries and keys of scores or a pattern, the batch of `rows` first, and the letter of its queries.
-
-    They have the order of the queries or of the head outputs; scores may have any order.
-    """
+    """Return the letters before queries and keys, the batch first, in the order of the queries or outputs, and the queries' letter."""
     sizes = _sizes(call)
     own = [c for c in square if c in call.letters[which] and c not in call.letters[1 - which] and sizes[c] == columns]
     like = call.letters[which] if square is call.letters[2] else call.letters[2]

@@ -35,13 +35,14 @@ def is_sharded(weight: Tensor) -> bool:
 
 
 def offloaded(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer that accelerate offloaded; raises `WorkbenchError` for others."""
-    hook: Any = getattr(module, "_hf_hook", None)
+    """Return a parameter or buffer that accelerate offloaded, by its name in a module; raises `WorkbenchError` for others."""
+    owner, _, last = name.rpartition(".")
+    hook: Any = getattr(module.get_submodule(owner), "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         weights = getattr(one, "weights_map", None)
-        if weights is not None and name in weights:
-            return weights[name]
-    raise WorkbenchError(f"{name} of a {type(module).__name__} is on the meta device, without numbers")
+        if weights is not None and last in weights:
+            return weights[last]
+    raise WorkbenchError(f"{name} is on the meta device, without numbers: load the model's weights first")
 
 
 def samples(module: nn.Module, *, fast: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -51,8 +52,7 @@ def samples(module: nn.Module, *, fast: bool = False) -> Iterator[tuple[str, Ten
     """
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
     for name, parameter in sorted((*module.named_parameters(), *buffers), key=operator.itemgetter(0)):
-        owner, _, last = name.rpartition(".")
-        local: Any = offloaded(module.get_submodule(owner), last) if parameter.is_meta else parameter.detach()
+        local: Any = offloaded(module, name) if parameter.is_meta else parameter.detach()
         flat = (local.to_local() if is_sharded(local) else local).reshape(-1)
         yield name, flat[:: max(len(flat) // _SAMPLE, 1)]
         bits = flat.contiguous()
@@ -71,13 +71,7 @@ def refuse_absent_weights(module: nn.Module) -> None:
     """Raise `WorkbenchError` if a weight has no numbers anywhere."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
-            owner, _, last = name.rpartition(".")
-            try:
-                offloaded(module.get_submodule(owner), last)
-            except WorkbenchError as error:
-                raise WorkbenchError(
-                    f"{name} is on the meta device, without numbers: load the model's weights first"
-                ) from error
+            offloaded(module, name)
 
 
 def apply_module(module: nn.Module, rows: Tensor) -> Tensor:
@@ -97,10 +91,8 @@ def matrix_and_bias(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
     zero = apply_module(module, torch.zeros_like(like[:1]))
     weight: Any = getattr(module, "weight", None)
     is_turned = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    is_plain = type(weight) is nn.Parameter or (
-        isinstance(weight, Tensor) and is_sharded(weight)
-    )  # others are quantised
-    if (type(module) is nn.Linear or is_turned) and is_plain:
+    is_plain = type(weight) is nn.Parameter or (isinstance(weight, Tensor) and is_sharded(weight))
+    if (type(module) is nn.Linear or is_turned) and is_plain:  # others are quantised
         changed = module._forward_hooks or module._forward_pre_hooks
         # accelerate replaces `forward` to load offloaded weights
         if not changed and (weight.is_meta or "forward" not in vars(module)):

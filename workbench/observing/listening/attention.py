@@ -43,6 +43,7 @@ from workbench.observing.recognition.attention_calls import (
     repeated,
     with_chosen_heads,
 )
+from workbench.observing.recognition.executions import MATRIX
 
 
 class AttentionRun(RunState, CallHandler):
@@ -52,12 +53,13 @@ class AttentionRun(RunState, CallHandler):
 
     def matrix(self, call: MatrixCall) -> Any:
         """Fire on the input and output of a function call with a parameter."""
-        inputs, outputs = self.bare_product()
+        if (place := self.call_site(MATRIX)) is None:
+            return call.run()
         read = call.input
-        for fire in inputs:
+        for fire in self.matrix_inputs.get(place, ()):
             read = read if read is None else fire(self, read)
         output = call.run(None if read is call.input else read)
-        for fire in outputs if isinstance(output, Tensor) else ():
+        for fire in self.matrix_outputs.get(place, ()) if isinstance(output, Tensor) else ():
             output = fire(self, output)
         return output
 
@@ -82,8 +84,6 @@ class AttentionRun(RunState, CallHandler):
                 if shown is not None:
                     self.tables[name] = shown.flatten(2)
         return output
-
-    # ---- fused attention ---------------------------------------------------------------------------------------------
 
     def fused(self, call: FusedCall) -> Any:
         """Fire around one fused attention."""
@@ -118,7 +118,7 @@ class AttentionRun(RunState, CallHandler):
 
     def _mask_kind(self, call: FusedCall, beside: Beside) -> str:
         """Return the kind of a mask, computed once for all layers that share it."""
-        source = call.mask_source
+        source = call.mask if call.flex is None else call.flex.mask_mod  # the same in all layers that share it
         if source is None:
             return call.mask_kind(self.positions, beside)
         if id(source) not in self.mask_kinds:
@@ -239,8 +239,6 @@ class AttentionRun(RunState, CallHandler):
         for name in hooked.part.attention.statistics:
             self.show_at(hooked, name, getattr(statistics, name))
 
-    # ---- conditions for true hook points -----------------------------------------------------------------------------
-
     def _check_lengths(self, hooked: HookedAttention, q: Tensor, k: Tensor) -> None:
         """Raise `WorkbenchError` if queries or keys [..., pos, d_head] have other positions than on the example tokens."""
         (_, layout_after), (before, after) = self.positions.layout.beside, hooked.part.attention.beside
@@ -272,8 +270,6 @@ class AttentionRun(RunState, CallHandler):
                 f"{where} is masked otherwise now ({kind}) than on the example tokens ({known}), so that softmax of rot_q and "
                 f"rot_k is not its pattern: read hook_pattern or the statistics, or give sequences it does not cut"
             )
-
-    # ---- eager attention ---------------------------------------------------------------------------------------------
 
     def product(self, call: ProductCall) -> Any:
         """Fire around the two products of an eager attention."""

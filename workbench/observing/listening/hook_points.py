@@ -66,7 +66,10 @@ class BlockPoints(HookedModule):
         streams = ("resid_pre", "resid_post") if layer.has_stream else ()
         self.add_hook_points(*streams, *(n for n in ("attn_out", "mlp_out") if getattr(layer, n) is not None))
         more = ("v_weights",) if mixture.by_token else ("v_mix",) if mixture.mixed and sources else ()
-        self.attn = AttentionPoints(layer.attention, located_in(layer), more)
+        located = set.intersection(*map(located_in_part, layer.parts)) if layer.parts else set[str]()
+        located -= {"latent"} if len(layer.parts) > 1 else set()
+        located |= {"z"} if layer.z is not None else set()
+        self.attn = AttentionPoints(layer.attention, located, more)
         if len(layer.parts) > 1:
             for number, part in enumerate(layer.parts):
                 self.attn.add_module(str(number), AttentionPoints(part.attention, located_in_part(part)))
@@ -91,15 +94,6 @@ class BlockPoints(HookedModule):
     def table_point(self) -> HookPoint | None:
         """Hook point of values that a table holds by token id, or None."""
         return self.attn.table.hook_v if self.mixture.table else None
-
-
-def located_in(layer: LayerStructure) -> set[str]:
-    """Return the names of tensors that are located in every attention of a layer, values aside."""
-    if not layer.parts:
-        return set()
-    names = set.intersection(*(located_in_part(part) for part in layer.parts))
-    names -= {"latent"} if len(layer.parts) > 1 else set()
-    return names | ({"z"} if layer.z is not None else set())
 
 
 def located_in_part(part: Part) -> set[str]:

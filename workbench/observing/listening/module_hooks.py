@@ -62,11 +62,9 @@ class HookedRun(AttentionRun):
         self.thread, self.mode = get_ident(), InterceptionMode(self, self.failed)
         self.hooked_modules: dict[nn.Module, None] = {}
         self.mask_kinds = {}
-        if self.intercepted or self.everywhere:
-            names = attention_functions(self.module)
-            self.interception = Interception(self.mode, names, everywhere=self.everywhere, fused=self.has_fused_layers)
-        else:
-            self.interception = Interception(None, fused=self.has_fused_layers)
+        mode = self.mode if self.intercepted or self.everywhere else None
+        names = () if mode is None else attention_functions(self.module)
+        self.interception = Interception(mode, names, everywhere=self.everywhere, fused=self.has_fused_layers)
 
     def begin(self) -> None:
         """Register all hooks."""
@@ -95,10 +93,7 @@ class HookedRun(AttentionRun):
             return None
 
     def _hooks(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any], dict[str, bool]]]:
-        """Yield all hooks: the module, its method that registers, the hook, options.
-
-        Hooks of blocks come first, so that the others know the running layer.
-        """
+        """Yield all hooks: module, its method that registers, hook, options. Those of blocks come first: others need the running layer."""
         module = self.module.get_submodule
         before, after, with_kwargs = "register_forward_pre_hook", "register_forward_hook", {"with_kwargs": True}
         if self.masks is not None:
@@ -176,7 +171,6 @@ class HookedRun(AttentionRun):
         return tensor
 
     def _enter_caller(self, name: str, module: nn.Module, args: Any) -> None:
-        """Note the frame of a module whose code runs blocks that are no modules."""
         self.callers[name] = caller_frame(), ()
 
     def _enter_inline(self, i: int, counts: Counter[str], module: nn.Module, args: Any) -> None:

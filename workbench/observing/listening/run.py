@@ -23,7 +23,7 @@ from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.positions import Positions
 from workbench.observing.listening.checkpoints import follow_checkpoints
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
-from workbench.observing.recognition.executions import LOOKUP, MATRIX
+from workbench.observing.recognition.executions import LOOKUP
 from workbench.observing.recognition.fits import fit, weights_by_token
 from workbench.observing.recognition.structure import DecoderStructure, Part, Projection, TensorLocation
 from workbench.observing.recognition.value_paths import TABLE
@@ -149,7 +149,14 @@ class RunState:
             self.intercepted.add(i)
 
         for i, (layer, block) in enumerate(zip(self.layers, self.points.blocks, strict=True)):
-            for attention in self._attentions_of(i):
+            n, points = len(layer.parts), dict(self.layer_points[i])
+            if layer.z is not None:  # fires on W_O's input
+                points.pop("z", None)
+            each = [part.hooked() for part in block.parts(n)] if n > 1 else [points][:n]
+            for number, (part, own) in enumerate(zip(layer.parts, each, strict=True)):
+                whole, one = layer.attention, part.attention
+                repeats = whole.kv_heads * one.heads // (whole.heads * one.kv_heads)
+                attention = HookedAttention(i, number, n, part, own, points if n > 1 else {}, repeats)
                 for name, projection in (("q", attention.part.q), ("k", attention.part.k), (OWN, attention.part.v)):
                     read = attention.hooks_any(name) or (name == OWN and i in self.own_values_read)
                     if projection is None or not read:
@@ -173,31 +180,14 @@ class RunState:
                 if location is not None and location.site is not None and point is not None and has_hooks(point):
                     fire = partial(RunState.fire_addition, point=point, factor=location.factor)
                     listen_to_product(i, location, self.matrix_outputs, fire)
-        self.reads_matrices, self.reads_tables = (
-            bool(self.matrix_inputs or self.matrix_outputs),
-            bool(self.looked_up_in),
-        )
+        self.reads_matrices = bool(self.matrix_inputs or self.matrix_outputs)
+        self.reads_tables = bool(self.looked_up_in)
         self.sites: dict[int, dict[tuple[str, tuple[Line, ...]], CallSite]] = {}  # of each layer
         for i, site in (*self.calls, *self.matrix_inputs, *self.matrix_outputs):
             self.sites.setdefault(i, {})[site.kind, site.lines] = site
         # whether calls outside the attentions are needed too; eager calls ignore block lists
         self.everywhere = bool(self.looked_up_in) or any(self.layers[i].scope is None for i in self.intercepted)
         self.everywhere |= self.structure.block_lists in (COMPLETE, APPLIED)
-
-    def _attentions_of(self, i: int) -> list[HookedAttention]:
-        layer, n = self.layers[i], len(self.layers[i].parts)
-        hooked = dict(self.layer_points[i])
-        if layer.z is not None:  # fires on W_O's input
-            hooked.pop("z", None)
-        each = [points.hooked() for points in self.points.blocks[i].parts(n)] if n > 1 else [hooked][:n]
-        together = hooked if n > 1 else {}
-        return [
-            HookedAttention(
-                i, number, n, part, points, together,
-                layer.attention.kv_heads * part.attention.heads // (layer.attention.heads * part.attention.kv_heads),
-            )
-            for number, (part, points) in enumerate(zip(layer.parts, each, strict=True))
-        ]  # fmt: skip
 
     def _fire_shaped(self, tensor: Tensor, *, fire: Fire, location: TensorLocation) -> Tensor:
         """Fire on the input or output of a function call with a parameter, as [batch, pos, ...]."""
@@ -218,9 +208,7 @@ class RunState:
         run._gathered = {key: dict(parts) for key, parts in self._gathered.items()}
         return run
 
-    # ---- position in the module --------------------------------------------------------------------------------------
-
-    def _call_site(self, kind: str) -> tuple[int, CallSite] | None:
+    def call_site(self, kind: str) -> tuple[int, CallSite] | None:
         """Return the layer and site of the current call, or None if no hook needs it."""
         if self.may_checkpoint:
             follow_checkpoints(self)
@@ -246,15 +234,7 @@ class RunState:
 
     def listeners(self, kind: str) -> list[tuple[HookedAttention, str]]:
         """Return the hooked attentions of the current call, with its role in each."""
-        return [] if (place := self._call_site(kind)) is None else self.calls.get(place, [])
-
-    def bare_product(self) -> tuple[list[Fire], list[Fire]]:
-        """Return the functions to fire on the input and output of the current product with a parameter."""
-        if (place := self._call_site(MATRIX)) is None:
-            return [], []
-        return self.matrix_inputs.get(place, []), self.matrix_outputs.get(place, [])
-
-    # ---- hook points -------------------------------------------------------------------------------------------------
+        return [] if (place := self.call_site(kind)) is None else self.calls.get(place, [])
 
     def is_hooked(self, point: Any) -> bool:
         """Return whether a hook point has hooks in this run."""
@@ -376,8 +356,6 @@ class RunState:
         if fired is heads:
             return output
         return projection.with_heads(rows, fired.flatten(0, 1)).reshape(output.shape)
-
-    # ---- values that later layers read -------------------------------------------------------------------------------
 
     def _store_own_values(self, attention: HookedAttention, values: Tensor) -> None:
         if (gathered := self.gather(attention, "own values", values)) is not None:

@@ -16,7 +16,7 @@ from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Sourc
 _SAME = 1e-3  # coefficients this near are one published constant
 
 
-class _UnknownArchitecture(Exception):
+class _Unknown(Exception):
     """The reason why a decoder has no registered architecture."""
 
 
@@ -33,26 +33,31 @@ def recognize_architecture(structure: DecoderStructure, paths: Sequence[ValuePat
     options: dict[str, Any] = {}
     try:
         if not layers[0].has_stream and not layers[0].inline:
-            raise _UnknownArchitecture(
-                "the inputs and outputs of its blocks are no stream, so what is between them is unknown"
-            )
+            raise _Unknown("the inputs and outputs of its blocks are no stream, so what is between them is unknown")
         own = next((i for i, layer in enumerate(layers) if len(layer.parts) > 1 and layer.z is None), None)
         if own is not None:
-            raise _UnknownArchitecture(f"block {own} has {len(layers[own].parts)} attentions, each with its own W_O")
+            raise _Unknown(f"block {own} has {len(layers[own].parts)} attentions, each with its own W_O")
         if not all(p.exact for p in paths):
             worst = max(paths, key=lambda p: p.residual)
-            raise _UnknownArchitecture(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
+            raise _Unknown(f"layer {worst.layer}: {worst.residual:.1e} of its {worst.into} is unexplained")
         values = _values([p for p in paths if p.into == "value"], layers)
-        outputs = _outputs(paths, layers)
-        queries_and_keys = _queries_and_keys(paths, shared=values[0] == ["cla"])
-        for names, more in (values, outputs, queries_and_keys, _streams(structure)):
+        for names, more in (values, _outputs(paths, layers)):
             parts, options = parts + names, options | more
-    except _UnknownArchitecture as reason:
+        for into in ("query", "key"):
+            every = [p for p in paths if p.into == into]
+            mixed = [p for p in every if abs(p.coefficients.get("own", 0.0)) > _SAME]
+            if len(mixed) < len(every) and values[0] != ["cla"]:  # whose layers read another's keys too
+                raise _Unknown(f"layers read another's {into} vectors; see value_paths()")
+            if mixed:
+                parts.append(f"residual_{into[0]}")
+            if mixed and not any(p.is_normed for p in mixed):
+                options |= _constant(f"lambda_{into[0]}1", [p.coefficients["first"] for p in mixed])
+                options |= _constant(f"lambda_{into[0]}_own", [p.coefficients["own"] for p in mixed])
+        names, more = _streams(structure)
+        parts, options = parts + names, options | more
+    except _Unknown as reason:
         return "unknown", {}, str(reason)
     return "+".join(parts) or "transformer", options, ""
-
-
-# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
@@ -80,8 +85,8 @@ def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Na
         of = " and ".join(str(s) if isinstance(s, str) else f"layer {s}" for s in sources)
         numbers = ", ".join(map(str, dict.fromkeys(p.layer for p in gated)))
         gates = f"gates on {of}{known}; see value_paths()"
-        raise _UnknownArchitecture(f"values are weighted by token in layers {numbers}: {gates}")
-    unregistered = _UnknownArchitecture("values are mixed in an unregistered way; see value_paths()")
+        raise _Unknown(f"values are weighted by token in layers {numbers}: {gates}")
+    unregistered = _Unknown("values are mixed in an unregistered way; see value_paths()")
     if looked_up_in := [p for p in values if any(_is_table(s) for s in p.coefficients)]:
         if not all(set(p.coefficients) <= {"own"} or abs(p.coefficients.get("first", 0.0)) < _SAME for p in values):
             raise unregistered
@@ -108,46 +113,23 @@ def _values(values: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Na
     raise unregistered
 
 
-# ---- outputs, queries and keys ---------------------------------------------------------------------------------------
-
-
 def _outputs(paths: Sequence[ValuePath], layers: Sequence[LayerStructure]) -> Named:
     """Name additions to the attention's output, and gates before W_O if each number's is between 0 and 1 in all layers."""
     outputs = [p for p in paths if p.into == "output"]
     if combined := next((p for p in outputs if not {"first", "own"} & set(p.coefficients)), None):
         names = " and ".join(map(str, combined.coefficients))
         how = "weighs by token (gates)" if combined.by_token else "combines (differential attention)"
-        raise _UnknownArchitecture(f"what W_O reads {how} {names}; see value_paths()")
+        raise _Unknown(f"what W_O reads {how} {names}; see value_paths()")
     pulls = [p.coefficients for p in outputs]
     if any(abs(c.get("first", 0.0) + c["own"]) > _SAME for c in pulls) or any(p.head is not None for p in outputs):
-        raise _UnknownArchitecture("something is added to the attention's output; see value_paths()")
+        raise _Unknown("something is added to the attention's output; see value_paths()")
     changed = [i for i, layer in enumerate(layers) if layer.changed == CHANGED]
     if changed:
-        raise _UnknownArchitecture(f"layer {changed[0]}: {CHANGED}")
+        raise _Unknown(f"layer {changed[0]}: {CHANGED}")
     gates = [layer.rows["z"].double() / layer.attention.z.double() for layer in layers if layer.changed == GATE]
     gated = len(gates) == len(layers) and all(bool(((g > 0) & (g < 1) | g.isnan()).all()) for g in gates)
     options = _constant("neutreno_lambda", [c.get("first", 0.0) for c in pulls]) if pulls else {}
     return ["neutreno"] * bool(pulls) + ["gated_attention"] * gated, options
-
-
-def _queries_and_keys(paths: Sequence[ValuePath], shared: bool) -> Named:
-    """Name mixed queries and keys; `shared`: whether the value path's name implies that layers read another's keys."""
-    parts: list[str] = []
-    options: dict[str, Any] = {}
-    for into in ("query", "key"):
-        every = [p for p in paths if p.into == into]
-        mixed = [p for p in every if abs(p.coefficients.get("own", 0.0)) > _SAME]
-        if len(mixed) < len(every) and not shared:
-            raise _UnknownArchitecture(f"layers read another's {into} vectors; see value_paths()")
-        if mixed:
-            parts.append(f"residual_{into[0]}")
-        if mixed and not any(p.is_normed for p in mixed):
-            options |= _constant(f"lambda_{into[0]}1", [p.coefficients["first"] for p in mixed])
-            options |= _constant(f"lambda_{into[0]}_own", [p.coefficients["own"] for p in mixed])
-    return parts, options
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 def _streams(structure: DecoderStructure) -> Named:
@@ -158,13 +140,13 @@ def _streams(structure: DecoderStructure) -> Named:
     layers, arriving = structure.layers, structure.arriving
     for i, layer in enumerate(layers):
         if not (layer.adds or layer.adds_norms or layer.is_normed or layer.inline):
-            raise _UnknownArchitecture(f"what block {i} adds to its stream was not found")
+            raise _Unknown(f"what block {i} adds to its stream was not found")
     if any(layer.keeps != (1.0, 0.0) for layer in layers):
-        raise _UnknownArchitecture("blocks scale or drop the stream they read, or add the first block's input again")
+        raise _Unknown("blocks scale or drop the stream they read, or add the first block's input again")
     mixed = [s for s in arriving[:-1] if not s.is_plain]
     if not all(s.exact for s in mixed):
         left = max(s.residual for s in mixed)
-        raise _UnknownArchitecture(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
+        raise _Unknown(f"between blocks the stream changes: sums of earlier outputs leave {left:.1e} of it")
     inner = any(s is not None and s.exact and not s.is_plain for s in structure.between)
     if not inner and all(s.by_token is None for s in arriving):
         again = [s.weights for s in mixed if all(abs(w) < _SAME for w in s.weights[1:-1])]
@@ -179,9 +161,7 @@ def _streams(structure: DecoderStructure) -> Named:
         after = layers[i + 1].rows["in"] if i + 1 < len(layers) else structure.last_stream
         for name, rows in (("attn_out", layer.rows.get("mid")), ("mlp_out", after)):
             if rows is None:
-                raise _UnknownArchitecture(
-                    "streams are sums of earlier outputs by token, but the MLPs' inputs were not found"
-                )
+                raise _Unknown("streams are sums of earlier outputs by token, but the MLPs' inputs were not found")
             outputs.append(layer.rows[name])
             read.append(depth_weights(rows, outputs)[0])
     *before, last = read
@@ -196,7 +176,7 @@ def _streams(structure: DecoderStructure) -> Named:
         return ["attention_residuals"], heads | {"depth_form": "delta"}
     constant = all(bool((w.std(0, correction=0) < _SAME).all()) for w in read)
     how = "with constant weights" if constant else "weighted by token"
-    raise _UnknownArchitecture(f"inputs of blocks or their MLPs are sums of earlier outputs, {how}; see value_paths()")
+    raise _Unknown(f"inputs of blocks or their MLPs are sums of earlier outputs, {how}; see value_paths()")
 
 
 def _is_softmax(weights: Tensor) -> bool:

@@ -131,9 +131,6 @@ class TracedAttention:
         return all(a.is_read and a.exact and a.mask == CAUSAL and not a.has_null for a in self.each)
 
 
-# ---- eager attention -------------------------------------------------------------------------------------------------
-
-
 class SoftmaxCall(NamedTuple):
     """A softmax that may belong to an attention: its time, scores and pattern [..., query, key], and the product before it."""
 
@@ -355,9 +352,6 @@ def _spans(target: Tensor, parts: list[Tensor]) -> bool:
     return not alone and weights_by_token(target, parts)[1] <= exact
 
 
-# ---- heads -----------------------------------------------------------------------------------------------------------
-
-
 def stacked(attentions: list[TracedAttention]) -> TracedAttention:
     """Join several attentions of one block, their heads one after the other."""
     if len(attentions) == 1:
@@ -396,9 +390,6 @@ def with_chosen_heads(x: Tensor, part: Tensor, chosen: tuple[int, ...], axis: in
 def repeated(x: Tensor, heads: int) -> Tensor:
     """Repeat keys or values [batch, pos, kv_head, d_head] to one for each of `heads` heads."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
-# ---- reference -------------------------------------------------------------------------------------------------------
 
 
 @as_written

@@ -98,10 +98,7 @@ def _with_unread(trace: Trace, blocks: list[Block]) -> list[Block]:
 
 
 def _blocks_without_attention(trace: Trace, prefixes: list[str]) -> list[Block]:
-    """Find the blocks of a module without attention: the outermost numbered parts that pass a stream on, each to the next.
-
-    Raises `WorkbenchError` with the cause if there are none, or if another call may be an attention.
-    """
+    """Find the blocks of a module without attention: the outermost numbered parts that pass a stream on, each to the next."""
     script = next((part for part in trace.module.modules() if isinstance(part, torch.jit.ScriptModule)), None)
     if script is None and not trace.other_calls:
         parents = {id(e.parent) for e in trace.executions if e.name != MATRIX}
@@ -183,10 +180,7 @@ def _block_of(trace: Trace, attention: TracedAttention, attentions: list[TracedA
 
 
 def _inline_blocks(trace: Trace, attentions: list[TracedAttention]) -> list[Execution] | None:
-    """Find blocks without a module of their own: runs of modules with one number in their names around each attention.
-
-    Returns None if the attentions are not all called in one module, or the numbers do not separate them.
-    """
+    """Find blocks without a module of their own: runs of modules with one number in their names around each attention; else None."""
     within, blocks, width = attentions[0].within, list[Execution](), 0
     if any(a.within is not within for a in attentions) or len(attentions) < 2:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,10 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     embed = find_embedding(trace, first, start.rows)
     tables = ValueTables(trace, embed)
     layers = recognize_layers(trace, runs, tables)
-    has_stream = _pass_a_stream(layers)
+    # all blocks add to the stream, or each reads the output of the one before; else their inputs are another tensor (a norm of it)
+    has_stream = all(layer.adds for layer in layers)
+    if not has_stream and not layers[0].inline and len(layers) > 1:
+        has_stream = all(torch.equal(a.rows["out"], b.rows["in"]) for a, b in pairwise(layers))
     known = all(layer.adds and layer.keeps in ((1.0, 0.0), (0.0, 0.0)) for layer in layers)  # what their parts add
     outputs = [[layer.rows[n] for n in ("attn_out", "mlp_out") if n in layer.rows] for layer in layers] if known else []
     for layer in layers:
@@ -66,7 +70,7 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
     places = [(layer, block) for layer, (_, block) in zip(layers, runs, strict=True)]
     attended, block = next((place for place in places if place[0].is_read), places[0])
     attention, layout = attended.attention, trace.positions.layout
-    layout = layout.turn() if start.axes.batch > start.axes.pos else layout
+    layout = replace(layout, turned=True) if start.axes.batch > start.axes.pos else layout
     config = ObservedConfig(
         n_layers=len(layers), d_model=width, n_heads=attention.heads, n_key_value_heads=attention.kv_heads,
         d_mlp=mlp_width(trace, attended, block), d_vocab=vocabulary, n_ctx=longest_input(trace, embed),
@@ -87,20 +91,6 @@ def recognize_decoder(trace: Trace, output: Any, blocks: str | Sequence[str] | N
         ),
         last_stream=last_stream, between=_between(layers, outputs),
     )  # fmt: skip
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
-
-
-def _pass_a_stream(layers: Sequence[LayerStructure]) -> bool:
-    """Return whether the blocks' inputs and outputs are the stream: all add to it, or read the output of the one before.
-
-    Else the part around an attention reads something else: the normed input, one of several streams.
-    """
-    if layers[0].inline or all(layer.adds for layer in layers):
-        return all(layer.adds for layer in layers)
-    pairs = list(pairwise(layers))
-    return bool(pairs) and all(torch.equal(a.rows["out"], b.rows["in"]) for a, b in pairs)
 
 
 def _between(layers: Sequence[LayerStructure], outputs: Sequence[Sequence[Tensor]]) -> list[StreamSum | None]:

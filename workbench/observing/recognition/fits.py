@@ -61,9 +61,6 @@ def fit_rotated(
     return (a, b, residual) if exact else None
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FrozenNorm:
     """A norm gain * (x - mean x) / divisor + shift. With the divisors of one run held fixed it is linear in its input."""
@@ -122,9 +119,6 @@ def _fit_gain(
         scaled = x * gain
         divisor = scaled.square().sum(-1, keepdim=True) / ((u - shift) * scaled).sum(-1, keepdim=True)
     return fitted, before
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,6 @@ def inside_of(trace: Trace, block: Execution) -> list[Execution]:
     return [e for e in trace.executions if block.start < e.start < block.end]
 
 
-# ---- projections -----------------------------------------------------------------------------------------------------
-
-
 def _find_projections(trace: Trace, read: list[tuple[LayerStructure, Execution]], tables: ValueTables) -> None:
     """Find q, k and v by their numbers; mixed values have the projection of a block with plain ones, or one beside a table."""
     plain = dict[int, tuple[LayerStructure, OwnValues]]()  # by number of the attention in its block
@@ -172,9 +169,6 @@ def _output_rows(inside: list[Execution], location: TensorLocation) -> Tensor:
     rows = rows_at([e for e in inside if e.name == location.module][location.run].outputs, location.path)
     assert rows is not None
     return rows
-
-
-# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 def _find_calls(trace: Trace, layer: LayerStructure, block: Execution) -> None:

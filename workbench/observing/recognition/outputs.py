@@ -88,10 +88,7 @@ def find_output(trace: Trace, layer: LayerStructure, inside: list[Execution], fi
 
 
 def _describe_change(layer: LayerStructure, first: Tensor) -> None:
-    """Describe how z differs from pattern times values.
-
-    A sink s among the scores scales a head's output by sigmoid(lse - s). It then counts as a part of the softmax's rows.
-    """
+    """Describe how z differs from pattern times values; a sink s among the scores scales a head's output by sigmoid(lse - s)."""
     attention, heads = layer.attention, layer.rows["z"]
     if layer.combination is not None:
         layer.changed = f"W_O reads {layer.combination.words}"
@@ -135,10 +132,7 @@ def _is_gated(heads: Tensor, z: Tensor) -> bool:
 
 
 def _groupings(layer: LayerStructure) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
-    """Yield the ways in which a layer's attentions may be combined: names and head outputs [row, head, width].
-
-    Attentions are combined with one another, or the two halves of their heads; every call may hold one half of the values.
-    """
+    """Yield how a layer's attentions, or the halves of their heads, may be combined: names and head outputs [row, head, width]."""
     calls = [part.attention.z for part in layer.parts]
     if len({z.shape for z in calls}) > 1:
         return
@@ -188,9 +182,6 @@ def fit_combination(heads: Tensor, names: tuple[str, ...], sources: list[Tensor]
         if bool((spread <= 1e3 * tolerance * mean.abs().amax().clamp_min(1e-3)).all()):
             return Combination(names, mean, spread, left, kind)
     return Combination(names, *moments(weights), left, GATED)
-
-
-# ---- additions to the stream -----------------------------------------------------------------------------------------
 
 
 class EarlierStreams:

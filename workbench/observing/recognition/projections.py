@@ -114,9 +114,6 @@ def same_projection(known: Projection, executions: list[Execution], name: str) -
     return replace(known, module=name, axes=seen.axes)
 
 
-# ---- own values ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OwnValues:
     """Place of a layer's own values, and the matrix behind them: its module, the number of its product there, the columns."""

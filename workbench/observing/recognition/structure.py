@@ -70,11 +70,8 @@ class CallScope:
     run: int
 
 
-CONSTANT, NORMED, GATED = (
-    "a combination of",
-    "a norm of each head of a combination of",
-    "sums, weighted by token (gates), of",
-)
+CONSTANT, NORMED = "a combination of", "a norm of each head of a combination of"
+GATED = "sums, weighted by token (gates), of"
 """Kinds of combinations of several attentions, in words before their names."""
 
 

@@ -159,8 +159,6 @@ class Trace(CallHandler):
             elif tensor._version != version:
                 self.in_place = True
 
-    # ---- modules -----------------------------------------------------------------------------------------------------
-
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.wrote()
         parent = self.running[-1] if self.running else None
@@ -231,8 +229,6 @@ class Trace(CallHandler):
     def _tick(self) -> int:
         self.time += 1
         return self.time
-
-    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def other(self, name: str) -> None:
         """Remember the name of a call that may be an attention."""
@@ -347,7 +343,6 @@ class Trace(CallHandler):
         return beside if self.positions.layout.packed else (0, 0)
 
     def _record_eager(self, each: EagerCall) -> None:
-        """Record an attention whose products and softmax are calls of their own."""
         at, softmax, (left, right) = self.positions, each.softmax, each.cut
         if each.axes is None:
             return

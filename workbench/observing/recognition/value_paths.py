@@ -43,9 +43,6 @@ _EXPLAINED = 0.05
 """Least share of a stream's variance that its embedding explains: ten times what chance gives with 192 rows or more."""
 
 
-# ---- lookups by token id ---------------------------------------------------------------------------------------------
-
-
 def find_embedding(trace: Trace, block: Execution, stream: Tensor) -> Embedding | None:
     """Find the lookup by token id before the blocks that explains most of the stream [row, d_model], or the only one."""
     modules = [
@@ -65,10 +62,7 @@ def find_embedding(trace: Trace, block: Execution, stream: Tensor) -> Embedding 
 
 
 def _explained(vectors: Tensor, stream: Tensor, positions: Tensor) -> float:
-    """Return the share of a stream's variance that vectors of its width explain, column by column.
-
-    Rows are divided by their lengths, as norms do, and the mean of each position is subtracted if positions repeat.
-    """
+    """Return the share of a normed stream's variance that normed vectors explain, less each position's mean if positions repeat."""
     if vectors.shape[1] != stream.shape[1]:
         return 0.0
     x, y = (z.double() / z.double().norm(dim=1, keepdim=True).clamp_min(1e-300) for z in (vectors, stream))
@@ -157,9 +151,6 @@ def _projected(
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b)
-
-
-# ---- value paths -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -255,11 +246,7 @@ def _fit_simplest(
     layer: int, into: str, target: Tensor, near: Mapping[Source, Tensor], far: Mapping[Source, Tensor],
     tables: Mapping[Source, Tensor],
 ) -> list[ValuePath]:  # fmt: skip
-    """Fit a target [row, head, d_head] by the simplest sum that explains it.
-
-    In this order: constants of near sources, of all layers, of near sources and one table, constants of near sources per
-    head, weights by token.
-    """
+    """Fit a target [row, head, d_head] by the simplest sum: constants of near sources, layers, a table or heads, then weights by token."""
     tolerance = EXACT.get(target.dtype, 1e-2)
     near = {k: s for k, s in near.items() if s.shape == target.shape}
     if 2 * (len(near) + 1) <= target.shape[-1]:  # tables that explain a few rows, with weights for each token
@@ -293,10 +280,7 @@ def _fit_simplest(
 def _fit_by_token(
     layer: int, target: Tensor, own: Mapping[Source, Tensor], others: Mapping[Source, Tensor]
 ) -> list[ValuePath]:
-    """Fit a target [row, head, d_head] by the fewest sources with weights for each token and head; empty if none fit.
-
-    Each vector has its own weights, so at most half as many sources are tried as it has numbers.
-    """
+    """Fit a target [row, head, d_head] by the fewest sources, at most d_head / 2, with weights by token and head; empty if none fit."""
     tolerance = EXACT.get(target.dtype, 1e-2)
     others = {k: s for k, s in others.items() if s.shape == target.shape}
     sets = [own, *({k: s, **own} for k, s in others.items()), *({k: s} for k, s in others.items())]
@@ -316,9 +300,6 @@ def _fit_by_token(
                 for head in ([None] if shared else range(target.shape[1])) for w in [weights[:, head or 0]]
             ]  # fmt: skip
     return []
-
-
-# ---- tables and words ------------------------------------------------------------------------------------------------
 
 
 class PathTable(pd.DataFrame):

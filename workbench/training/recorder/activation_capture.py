@@ -133,7 +133,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _holds(outer: str, inner: str) -> bool:
-    """Return whether one named module contains another."""
     return inner.startswith(f"{outer}.") or (outer == "" != inner)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import UnknownName, WorkbenchError, refuse_unknown
 from workbench.metrics import METRICS, Metric
 from workbench.names import ACTIVATIONS
 from workbench.observing.interception.weights import is_sharded
@@ -95,8 +95,7 @@ def known_quantities(names: Iterable[str]) -> tuple[str, ...]:
     if not wanted:
         raise WorkbenchError(f"no quantities: choose from {', '.join(quantities())}")
     for name in wanted:
-        if name not in quantities():
-            raise UnknownName("quantity", name, quantities())
+        refuse_unknown("quantity", name, quantities())
     return wanted
 
 
