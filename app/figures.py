@@ -321,7 +321,8 @@ def _numbers(drawing: Drawing, name: str) -> None:
         shown, width="stretch", height=TABLE_PX, hide_index=True, key=f"table_{name}", column_order=[*first, *rest],
         column_config=config, alt=f"Table of: {plots.alt_text(drawing.figure)[:300]}",
     )  # fmt: skip
-    values = {IN_WORDS.get(c, widgets.spaced(c)): table[c].iloc[0] for c in equal if c not in LAST}
+    names = IN_WORDS | ({} if "se" in table else {"n": "n"})  # an interval counts what its caption says, often seeds
+    values = {names.get(c, widgets.spaced(c)): table[c].iloc[0] for c in equal if c not in LAST}
     values |= {"metric": widgets.spaced(values["metric"])} if "metric" in values else {}
     words = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
              if not pd.isna(value) and value != ""]  # fmt: skip

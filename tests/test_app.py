@@ -87,7 +87,8 @@ def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_ho
     assert "“per head” takes the entropy" in " ".join(t.value for t in at.text)
     (table,) = (d.value for d in at.dataframe if "low" in d.value)
     assert not {"p", "metric", "n"} & {*table}, "equal in all rows"
-    assert any(c.value.startswith("Equal in all rows: documents 2, ") for c in at.caption)
+    (equal,) = (c.value for c in at.caption if c.value.startswith("Equal in all rows: "))
+    assert ", n 2, " in equal, "paired seeds, not documents"
 
 
 # ---- differences ----

@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import UnknownName, WorkbenchError, refuse_unknown
 from workbench.plots.style import (
     DETAIL,
     DIVERGING,
@@ -197,8 +197,7 @@ def plot(
     """
     if form is not None and form not in FORMS:
         raise UnknownName("form", form, FORMS)
-    if spread not in SPREADS:
-        raise UnknownName("spread", spread, SPREADS)
+    refuse_unknown("spread", spread, SPREADS)
     frame = checked(frame if isinstance(frame, pd.DataFrame) else as_records(frame))
     panels = list(_panels(frame, form))
     if len(panels) > MAX_PANELS:

@@ -34,7 +34,7 @@ from typing import Any
 
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.data.corpus import is_named
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, refuse_unknown
 from workbench.files import read_text
 from workbench.places import studies
 
@@ -125,10 +125,8 @@ def read_study(path: str | Path) -> Study:
     whole = isinstance(seeds, list) and seeds and all(type(s) is int and s >= 0 for s in seeds)
     if not whole or len(set(seeds)) < len(seeds):
         raise BadData(f"seeds={seeds!r}: give different whole numbers of at least 0")
-    if outcome not in OUTCOMES:
-        raise UnknownName("outcome", outcome, OUTCOMES)
-    if preset not in PRESETS:
-        raise UnknownName("preset", preset, PRESETS)
+    refuse_unknown("outcome", outcome, OUTCOMES)
+    refuse_unknown("preset", preset, PRESETS)
     cells = tuple(_cells(raw, file))
     measure = _table("measure", raw.get("measure", {}))
     _known("measure", measure, MEASURE_KEYS)
@@ -149,8 +147,7 @@ def read_study(path: str | Path) -> Study:
         _known("config key", settings["model"], [f.name for f in dataclasses.fields(ModelConfig)])
         _known("training key", settings["recipe"], [f.name for f in dataclasses.fields(TrainConfig)])
         kind = _text("kind of data", settings["data"].get("kind", "text"))
-        if kind not in DATA_KEYS:
-            raise UnknownName("kind of data", kind, DATA_KEYS)
+        refuse_unknown("kind of data", kind, DATA_KEYS)
         _known(f"key of {kind} data", settings["data"], DATA_KEYS[kind])
         if outcome == "formation_step" and kind == "text":
             raise BadData("outcome formation_step needs repeated or backcopy data: text has no copy loss")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-from workbench.errors import BadData, UnknownName
+from workbench.errors import BadData, UnknownName, refuse_unknown
 
 SELECTION = ("set", "a", "step", "compare", "b", "step_b", "by", "find", "models", "prompt", "stored")
 """Keys of every page: experiment, models A and B with their steps, the models that are drawn, the prompt."""
@@ -80,13 +80,11 @@ class Link:
         """
         parts = urlsplit(text.strip())
         page = parts.path.strip("/") or "start"
-        if page not in PAGES:
-            raise UnknownName("page", page, PAGES)
+        refuse_unknown("page", page, PAGES)
         pairs, known = parse_qsl(parts.query, keep_blank_values=True), (*SELECTION, *PAGES[page].keys)
         options = dict(pairs)
         for key in options:
-            if key not in known:
-                raise UnknownName(f"key of page {page}", key, known)
+            refuse_unknown(f"key of page {page}", key, known)
         if len(options) < len(pairs):
             raise BadData(f"{text}: a key is given twice")
         for key in SWITCHES & options.keys():

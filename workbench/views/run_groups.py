@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.errors import UnknownName, WorkbenchError
+from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.models.registry import architecture_label
 from workbench.plots.grids import safe
 from workbench.plots.style import GREY, dressed, wrapped
@@ -82,8 +82,7 @@ def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     except where `by` names steps or states. Raises `UnknownName` for another column.
     """
     for name in by:
-        if name not in GROUPABLE:
-            raise UnknownName("column that groups runs", name, GROUPABLE)
+        refuse_unknown("column that groups runs", name, GROUPABLE)
     if not {"state", "trained to step"} & set(by):
         early = table["trained to step"] < table.groupby("group")["trained to step"].transform("max")
         table = table.assign(**{"final loss": table["final loss"].mask(early.fillna(False).astype(bool))})

@@ -18,7 +18,7 @@ from workbench import prompts
 from workbench.checkpoints.identify import WITHOUT
 from workbench.claims.all_verdicts import Verdicts, judge_all
 from workbench.data.tasks import SYMBOLS as ALPHABET
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.files import read_bytes, read_json
 from workbench.models.registry import architecture_label
 from workbench.places import SHIPPED
@@ -176,8 +176,7 @@ class Source:
             raise BadData(
                 f"no runs in {self.folder}: `workbench demo` trains some, `workbench import` imports your own"
             )
-        if asked not in groups:
-            raise UnknownName("experiment", asked, groups)
+        refuse_unknown("experiment", asked, groups)
         return groups[asked]
 
     def found(self, link: Link) -> list[Entry]:

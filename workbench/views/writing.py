@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench import plots
-from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.catalogue import Entry
@@ -47,8 +47,7 @@ def write(
         UnknownName: Another ending or view.
         WorkbenchError: Nothing can be drawn.
     """
-    if out.suffix not in WRITERS:
-        raise UnknownName("file ending", out.suffix, WRITERS)
+    refuse_unknown("file ending", out.suffix, WRITERS)
     if play and out.suffix != ".html":
         raise WorkbenchError(f"a time-lapse is written as .html, not {out.suffix}")
     made, reasons = {}, {}
