@@ -11,8 +11,10 @@ from workbench import files
 from workbench.claims.analysis import Analysis, write_page
 from workbench.claims.collect import stored
 from workbench.claims.judging import chosen, judge, with_figure
-from workbench.reports.folder import write_report
+from workbench.places import SHIPPED
+from workbench.reports.folder import series_in, write_report
 from workbench.runs.catalogue import catalogue
+from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, start
 
 
@@ -28,7 +30,8 @@ def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_
     analysis = Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, chosen(claims=[name]))), evidence, {})
     pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]
     for page in pages:
-        article = re.search(rf'<article class="(\w+)" id="{name}">.*?</article>', page.read_text(), re.DOTALL)
+        text = page.read_text().replace("−", "-").replace("\xa0", " ")
+        article = re.search(rf'<article class="(\w+)" id="{name}">.*?</article>', text, re.DOTALL)
         assert article[1] == story.verdict.status
         assert html.escape(story.verdict.sentence) in article[0]
         assert f">{story.verdict.words}<" in article[0]
@@ -46,3 +49,16 @@ def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, 
     assert [w for w in ("always begins at", "has to recognise", "In some of these runs") if w in page][-1].startswith(
         says
     )
+
+
+def test_the_report_averages_no_runs_of_two_experiments():
+    """A Transformer that reads no start token is no fourth seed of those that do."""
+    entries = [
+        e
+        for study in ("sinks", "sinks_without_start")
+        for e in catalogue(unpacked(SHIPPED / "evidence" / study)).entries
+    ]
+    named = {e.group: {series_in(o, entries) for o in entries if o.group == e.group} for e in entries}
+    first, second = named.values()
+    assert "transformer · start token none" in first | second
+    assert not first & second

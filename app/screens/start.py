@@ -381,10 +381,11 @@ def _claim(link: Link, judged: start.Judgement) -> None:
             config = widgets.number_columns(runs) | {
                 "address": st.column_config.LinkColumn("Training", display_text="show")
             }
-            alt = "Runs behind the verdict"
+            order = sorted(runs, key=lambda column: column == "run")  # its long names last
             st.dataframe(
-                runs, hide_index=True, width="stretch", column_config=config, key="behind", placeholder="", alt=alt
-            )
+                runs, hide_index=True, width="stretch", column_config=config, key="behind", placeholder="",
+                column_order=order, alt="Runs behind the verdict",
+            )  # fmt: skip
         if len(by_seed := judged_by_seed(verdict)):
             st.markdown("**Differences by seed**")
             by_seed["comparison"] = by_seed["comparison"].map(typeset)

@@ -187,7 +187,7 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
 
 STATUSES = {
     "supported": ("", "supported", "#009E73"), "refuted": ("x", "refuted", "#D55E00"),
-    "unresolved": ("/", "unresolved: no clear difference", "#C18A00"),
+    "unresolved": ("/", "unresolved: no clear difference, or too few seeds", "#C18A00"),
     "gated": (".", "not tested: a condition is not met", "rgba(128,128,128,0.45)"),
     "not_checkable": ("", "not checkable with these runs", "rgba(128,128,128,0.18)"),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +19,7 @@ from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
 from workbench.models.registry import architecture_label
 from workbench.plots.page import Page, folded, heading, numbers_html, paragraph
-from workbench.runs.catalogue import catalogue
+from workbench.runs.catalogue import Entry, catalogue, differing_settings
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.formation import formation_steps
@@ -67,9 +68,12 @@ def write_report(runs: Path, out: Path) -> Path:
     if not (readable := list(tables)):
         why = "".join(f"; {name}: {reason}" for name, reason in problems.items())
         raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`{why}")
-    frame, telemetry = (pd.concat(parts, ignore_index=True) for parts in zip(*tables.values(), strict=True))
     places = {run.path.resolve() for run in readable}
-    of = judge_all([e for e in catalogue(runs).entries if Path(e.path) in places]).of
+    entries = [e for e in catalogue(runs).entries if Path(e.path) in places]
+    series = {e.name: series_in(e, entries) for e in entries}
+    frame, telemetry = (pd.concat(parts, ignore_index=True) for parts in zip(*tables.values(), strict=True))
+    frame, telemetry = (rows.assign(architecture=rows["run"].map(series)) for rows in (frame, telemetry))
+    of = judge_all(entries).of
     judged = {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
     page = Page("workbench report")
     names = ", ".join(map(architecture_label, plots.ordered(run.architecture for run in readable)))
@@ -109,6 +113,19 @@ def write_report(runs: Path, out: Path) -> Path:
         page.add(heading("Claims without a verdict"), needs)
     _provenance(page, readable, frame, problems)
     return page.write(out)
+
+
+def series_in(entry: Entry, entries: Sequence[Entry]) -> str:
+    """Return a run's series, with what its experiment differs in where others have the architecture: their numbers are never averaged."""
+    groups: dict[str, list[Entry]] = {}
+    for one in entries:
+        groups.setdefault(one.group, []).append(one)
+    kinds = {e.group: e.kind for e in entries if e.architecture == entry.architecture and not e.imported}
+    if entry.imported or len(kinds) < 2:
+        return entry.series
+    kind = entry.kind if len(set(kinds.values())) > 1 else ""
+    differs = differing_settings(groups)[entry.group] if [*kinds.values()].count(entry.kind) > 1 else ""
+    return plots.DETAIL.join(filter(None, (entry.series, kind, differs)))
 
 
 def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:

@@ -465,7 +465,7 @@ def behind(source: Source, link: Link) -> Drawing:
     if table["prompt"].isna().all():
         sentence += " No texts: the documents are not those of the run's own data."
     if minus and len({s.entry.architecture for s in source.subjects(link)}) > 1:
-        sentence += f" {ONE_SEED}."
+        sentence += f" Only these two runs are read here. {ONE_SEED}."
     return Drawing(figure, table, sentence)
 
 

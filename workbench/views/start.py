@@ -489,7 +489,7 @@ def concentration_by_layer(source: Source, link: Link) -> Drawing:
             f"At a learning rate of {RATE}, {len(differ) or 'none'} of {len(each)} layers differ: ResFormer − Transformer in nats "
             f"{listed} ({about})."
         )
-    return Drawing(plots.plot(rows, form="profile", title="Concentration of attention"), rows, sentence)
+    return Drawing(plots.plot(rows, form="profile", title="Importance entropy by layer"), rows, sentence)
 
 
 @view("start", "identity")
