@@ -69,12 +69,14 @@ class Drawn:
 
 
 def show(
-    view: View, link: Link, *, about: str = "", long: str | None = None, take: element.Take | None = None
-) -> Drawing | None:
+    view: View, link: Link, *, about: str = "", note: str = "", long: str | None = None,
+    take: element.Take | None = None,
+) -> Drawing | None:  # fmt: skip
     """Draw a view with its menu; if it cannot be drawn, show the reason and return None.
 
     Args:
         about: How the figure is read, for its menu.
+        note: What the figure's caption begins with.
         long: Name of the work if it may take more than a moment; it then shows progress and can be cancelled.
         take: Called with a clicked point.
     """
@@ -94,7 +96,7 @@ def show(
     for run, why in source.problems.items():
         if run not in named:  # once on a page
             st.warning(f"{widgets.escaped(run)} is left out: {widgets.escaped(why)}", icon=":material/broken_image:")
-    _with_menu(view, link, drawing, dict(source.problems), about, take)
+    _with_menu(view, link, drawing, dict(source.problems), about, take, note)
     return drawing
 
 
@@ -155,11 +157,12 @@ _sent: WeakKeyDictionary[Drawing, tuple[str, str, bytes]] = WeakKeyDictionary()
 
 def chart(
     drawing: Drawing, key: str, take: element.Take | None = None, corner: Callable[[], None] | None = None,
-    single: Sequence[tuple[str, str, str]] = (),
+    single: Sequence[tuple[str, str, str]] = (), note: str = "",
 ) -> None:  # fmt: skip
     """Draw a figure under its title, which is text of the page and wraps; `corner` draws the menu beside the title.
 
     `single`: rows of a name, a number and an interval, shown in place of a figure with one number per model.
+    `note`: What the caption begins with.
     """
     if drawing not in _sent:
         figure = drawing.figure.update_layout(font_color=None, title_subtitle_font_color=None)  # the page's own colours
@@ -170,7 +173,7 @@ def chart(
             st.header(widgets.escaped(title), anchor=False)
         if corner is not None:
             corner()
-    if under:
+    if under := note + under:
         left_out = SETTING if not single else PALE
         parts = [part for part in under.split("; ") if not left_out.match(part)]
         with st.container(horizontal=True, gap="xsmall", vertical_alignment="center", key=f"under_{key}"):
@@ -190,12 +193,13 @@ def chart(
 
 
 def _with_menu(
-    view: View, link: Link, drawing: Drawing, problems: Mapping[str, str], about: str, take: element.Take | None
-) -> None:
+    view: View, link: Link, drawing: Drawing, problems: Mapping[str, str], about: str, take: element.Take | None,
+    note: str = "",
+) -> None:  # fmt: skip
     name = view.__name__
     with st.container(key=f"whole_{name}", gap=None):
         single = _single_values(drawing.table) if view is depth.layers and not link.on("compare") else []
-        chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about), single)
+        chart(drawing, f"figure_{name}", take, lambda: _menu(view, link, drawing, about), single, note)
         if drawing.sentence:
             st.markdown(widgets.typeset(drawing.sentence))
     st.session_state["drawn"].append(Drawn(link, drawing.table, problems))

@@ -15,6 +15,7 @@ from workbench import prompts
 from workbench.data.examples import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.files import digest, write_text
+from workbench.plots.attention import percentage
 from workbench.runs.run import Run
 from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example, prompt_notes
@@ -84,7 +85,11 @@ def choose_token(
     top = source.query(prompts.next_tokens, source.subjects(link)[0], text, position=position, top=50).top
     top = top[top["id"] != but]
     names: dict[Any, str] = {} if none is None else {none: "none"}
-    names |= {int(i): f"{t}  ({p:.1%})" for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)}
+    of = "A: " * link.on("compare")
+    names |= {
+        int(i): f"{t}  ({of}{percentage(p)})"
+        for i, t, p in zip(top["id"], top["token"], top["probability"], strict=True)
+    }
     token = widgets.choose(label, key, list(names), show=names.__getitem__, **kwargs)
     return link.but(**{key: None if token == none else token})
 

@@ -35,6 +35,22 @@ def test_the_picture_shows_what_the_address_says(page, populated):
     assert header["minus"]
 
 
+def test_strips_of_two_models_say_that_their_numbers_are_of_a_and_which_weight_the_query_has(browse, populated):
+    def strip(screen, **options):
+        at = browse(populated, screen, **options)
+        (proto,) = (e.proto for e in at.get("bidi_component") if is_of(e.proto, "token_strip"))
+        return at, json.loads(proto.json)
+
+    for parts, unit in ((A, "nats of loss"), (BOTH, "nats of loss in A")):
+        at, data = strip("prompt", **parts, show="who")
+        assert data["unit"] == unit
+        options = at.selectbox(key="w_target").options
+        assert all(("(A: " in option) == (parts is BOTH) for option in options)
+        assert not any("0.0%" in option and "00.0%" not in option for option in options)
+    for lock, own in ({}, ""), ({"lock": "3"}, "to itself"):
+        assert strip("attention", **A, **lock)[1]["own"] == own
+
+
 def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
     text = "<img src=x onerror=alert(1)> **b** $x$ \u202e:red[a]"
     at = page(populated, **A, prompt=text, lock="3")

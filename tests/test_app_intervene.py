@@ -14,11 +14,12 @@ def test_nothing_is_changed_until_a_change_is_made_and_a_chosen_edit_is_previewe
     assert "edits" not in at.query_params
     at.selectbox(key="w_kind").set_value("sink").run()
     assert "Preview of **sink**" in said(at)
+    assert sum(c.value.startswith("preview, not added yet; ") for c in at.caption) == 2, "of both figures"
     assert [h.value for h in at.header] == ["Loss change per token", "Next token, before and after"]
     assert "edits" not in at.query_params
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink", ["sink"])
-    assert "Preview" not in said(at)
+    assert "preview" not in said(at).lower()
     at.multiselect(key="edit_layers").set_value([1]).run()
     at.button(key="edit_add").click().run()
     assert at.query_params["edits"] in ("sink;sink:layer=1", ["sink;sink:layer=1"])

@@ -107,6 +107,22 @@ def test_names_of_tokens_have_room_and_rows_keep_theirs_on_a_phone(at):
     names = page.locator(".st-key-figure_lens .names span")
     names.filter(has_text="embedding").wait_for()  # the last position is in sight, the axis is not
     assert names.count() == 7
+    margin = page.locator(".st-key-figure_lens .names div").bounding_box()
+    left, right = margin["x"], margin["x"] + margin["width"]
+    boxes = [name.bounding_box() for name in names.all()]
+    assert all(left <= box["x"] and box["x"] + box["width"] <= right for box in boxes), "no name lies over a cell"
+    assert page.locator(".st-key-figure_lens .names b", has_text="after layer").count() == 1
+    begins = """() => {
+      const plot = document.querySelector('.st-key-figure_lens .js-plotly-plot'), { xaxis: x } = plot._fullLayout;
+      const right = document.querySelector('.st-key-figure_lens .names div')?.getBoundingClientRect().right;
+      const from = x.p2r(right - plot.getBoundingClientRect().left - x._offset) + 0.5;
+      return Math.abs(from - Math.round(from)) < 0.05;
+    }"""
+    page.wait_for_function(begins)  # the first cell beside the names is in sight whole
+    for width in (1280, 768):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(f"document.querySelector('.st-key-figure_lens .wb-figure').clientWidth > {width - 300}")
+    page.wait_for_function(begins)
 
 
 def test_two_prompts_are_patched_in_one_click_and_one_of_the_cells_in_another(at):

@@ -118,6 +118,10 @@ def test_lines_by_layer_beside_their_chance_show_all_that_they_draw(values):
         {"architecture": "transformer", "measure": "share", "layer": layers, "value": values, "chance": 1.0}
     )
     check(separation_figure(table, "Lines", ""))
+    two = pd.concat([table, table.assign(architecture="resformer")])
+    for figure in (separation_figure(table, "Lines", ""), separation_figure(two, "Lines", "")):
+        named = {trace.name: (trace.line.color, trace.line.dash) for trace in figure.data if trace.showlegend}
+        assert len(named) == len(figure.data), "the legend has every line as it is drawn"
 
 
 @pytest.mark.parametrize(

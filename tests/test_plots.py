@@ -12,6 +12,7 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
+from workbench.plots.attention import percentage
 from workbench.plots.style import typeset
 from workbench.plots.training import gradient_layers
 from workbench.runs.records import provenance, records
@@ -192,6 +193,16 @@ def test_the_race_marks_each_seed_on_the_line():
 
 
 # ---- attention, ablation, training -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "probability", "difference"),
+    [(0.988, "98.8%", "+98.8"), (0.0005, "0.1%", "+0.1"), (0.0004, "<0.1%", "<0.1"), (0.0, "<0.1%", "0"),
+     (-0.0004, None, ">−0.1"), (-0.0611, None, "−6.1")],
+)  # fmt: skip
+def test_no_probability_and_no_difference_but_an_exact_0_is_written_as_0(share, probability, difference):
+    assert percentage(share, difference=True) == difference
+    assert probability is None or percentage(share) == probability
 
 
 def test_an_attention_map_masks_the_future_and_keeps_tokens_apart():

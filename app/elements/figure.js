@@ -125,13 +125,19 @@ class Figure {
     if (Object.keys(few).length) await window.Plotly.relayout(this.plot, few);
   }
 
-  nameRows() { // names of rows and panels that are out of sight where a figure is wider than its place
+  nameRows() { // the left margin of a map stays in sight where it scrolls, as do the names of panels
     const { _plots: plots, _size: size, annotations } = this.plot._fullLayout ?? {}, at = this.root.scrollLeft;
     this.names.replaceChildren();
     if (!plots || at < 1 || this.width <= this.root.clientWidth) return;
-    const name = (text, top) => (made("span", "", this.names, text).style.top = `${top}px`);
-    for (const { xaxis, yaxis } of Object.values(plots))
-      if (xaxis._offset < this.width / 4) for (const row of yaxis._categories ?? []) name(row, yaxis._offset + yaxis.c2p(yaxis.d2c(row)));
+    const px = (sizes) => Object.fromEntries(Object.entries(sizes).map(([key, size]) => [key, `${size}px`]));
+    const name = (text, top, parent = this.names) => Object.assign(made("span", "", parent, text).style, px({ top }));
+    for (const { xaxis, yaxis } of Object.values(plots)) {
+      if (xaxis._offset >= this.width / 4 || !yaxis._categories?.length) continue;
+      const margin = made("div", "", this.names), { text, font } = yaxis.title;
+      Object.assign(margin.style, px({ top: yaxis._offset, width: xaxis._offset, height: yaxis._length + Math.max(8, xaxis._depth ?? 0) }));
+      for (const row of yaxis._categories) name(row, yaxis.c2p(yaxis.d2c(row)), margin);
+      if (yaxis._input.title?.text) Object.assign(made("b", "", margin, text).style, px({ height: yaxis._length, fontSize: font.size }));
+    }
     for (const { text, x, y, xref } of annotations ?? []) {
       const middle = size.l + x * size.w - at;
       if (xref === "paper" && (middle < 4 * text.length || middle > this.root.clientWidth - 4 * text.length)) name(text, size.t + (1 - y) * size.h - 10);
@@ -144,11 +150,15 @@ class Figure {
     else if (!can) this.root.removeAttribute("tabindex");
   }
 
-  reveal() { // of a figure wider than its place the part where something is chosen
-    const drawn = this.plot._fullLayout, chosen = drawn.shapes?.find(({ name }) => name === "chosen");
-    if (!chosen || this.width <= this.root.clientWidth) return;
-    const axis = drawn[chosen.xref.replace("x", "xaxis")], at = axis._offset + axis.r2p((chosen.x0 + chosen.x1) / 2) - this.root.scrollLeft;
-    if (at < 0 || at > this.root.clientWidth) this.root.scrollLeft += at - this.root.clientWidth / 2;
+  reveal() { // of a figure wider than its place the part where something is chosen, from the begin of a cell on
+    const drawn = this.plot._fullLayout, chosen = drawn.shapes?.find(({ name }) => name === "chosen"), room = this.root.clientWidth;
+    if (!chosen || this.width <= room) return;
+    const axis = drawn[chosen.xref.replace("x", "xaxis")], cell = Math.abs(axis.r2p(1) - axis.r2p(0));
+    const at = axis._offset + axis.r2p((chosen.x0 + chosen.x1) / 2), inside = (left) => at + cell / 2 - left <= room;
+    const now = this.root.scrollLeft, most = this.width - room, seen = at - cell / 2 - now > axis._offset - 1 && inside(now);
+    if (seen && now < most) return;
+    const left = seen ? now : Math.max(0, Math.min(most, at - (room + axis._offset) / 2)), whole = left - (left % cell);
+    this.root.scrollLeft = inside(whole) ? whole : left;
   }
 
   fit() { // to the width of its place, once that has a moment's rest: the second is for numbers that come with it while others are drawn
@@ -156,6 +166,7 @@ class Figure {
     clearTimeout(this.waiting);
     if (!this.drawn) return;
     this.admit();
+    if (this.plot._fullLayout.width === this.room()) this.reveal(); // else it is drawn anew
     rest(() => rest(() => this.next()));
   }
 

@@ -122,7 +122,7 @@ class Strip {
       const words = made("span", name, this.readout);
       made("span", "", words, `${i + this.data.first}`);
       made("bdi", "", words, this.data.tokens[i]);
-      if (this.data.values[i] !== null) made("span", "", words, this.value(i));
+      if (this.data.values[i] !== null) made("span", "", words, `${this.value(i)} ${name === "now" ? this.data.own : ""}`.trim());
     }
   }
 

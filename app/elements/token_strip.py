@@ -32,6 +32,7 @@ _element = element("token_strip")
 def draw_token_strip(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
     chosen: int | None = None, first: int = 0, clears: Sequence[str] = (), none: bool = False,
+    own: str = "",
 ) -> None:  # fmt: skip
     """Draw a prompt's tokens [T]; the selected position is written into the address.
 
@@ -42,12 +43,13 @@ def draw_token_strip(
         first: The position of the first token shown.
         clears: Keys that leave the address with the old position.
         none: Whether a click on the selected token deselects it.
+        own: Words after the number of the selected token.
 
     Raises:
         BadData: No tokens, a wrong number of colours, or a selected position that is not shown.
     """
     data = packed_token_strip(
-        tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none
+        tokens, key=key, label=label, colours=colours, unit=unit, chosen=chosen, first=first, none=none, own=own
     )
     write = functools.partial(write_position, key, range(first, first + len(tokens)), tuple(clears), none)
     _element(key=_name(key), data=data, on_asked_change=write)
@@ -64,7 +66,7 @@ def selected_position(key: str, label: str, count: int, *, first: int = 0, defau
 
 def packed_token_strip(
     tokens: Sequence[str], *, key: str, label: str, colours: Sequence[float] | np.ndarray | None = None, unit: str = "",
-    chosen: int | None = None, first: int = 0, none: bool = False,
+    chosen: int | None = None, first: int = 0, none: bool = False, own: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return everything the strip shows as plain values; arguments and errors as for `draw_token_strip`."""
     if not tokens:
@@ -82,7 +84,7 @@ def packed_token_strip(
         end = np.percentile(values[finite], TOP)
         top = float(f"{end if end > 0 else max(most, 0.0) or 1.0:.2g}")
     return {
-        "key": key, "label": label, "unit": unit, "first": first, "chosen": chosen, "none": none, "tokens": texts,
+        "key": key, "label": label, "unit": unit, "first": first, "chosen": chosen, "none": none, "own": own, "tokens": texts,
         "cut": {str(i): tokens[i] for i, text in enumerate(texts) if text != tokens[i]},
         "values": [float(f"{v:.5g}") if ok else None for v, ok in zip(values, finite, strict=True)],
         "top": top, "most": most, "colours": [["#{:02x}{:02x}{:02x}".format(*c), ink(c)] for c in colour_table(SEQUENTIAL, COLOURS)],

@@ -60,6 +60,7 @@ def attention_page(link: Link) -> None:
             choice.tokens[0], key="lock", label=QUERY, chosen=choice.lock, none=True, clears=("key", "against", "target"),
             colours=attention.per_token(patterns[0]),
             unit="attention" + " received" * (choice.lock is None) + " in A" * (len(patterns) > 1),
+            own="" if choice.lock is None else "to itself",
         )  # fmt: skip
     caption = f"{attention.where(choice, patterns)}; {', '.join(s.subject.title for s in patterns)}"
     element.draw_attention(choice, patterns, f"Attention: {caption}")

@@ -63,16 +63,18 @@ def intervene_page(link: Link) -> None:
         )
     with right:
         if shown == "effect":
+            applied = (link.text("edits") or "") == st.query_params.get("edits", "")
+            note = "" if applied else "preview, not added yet; "
             with figures_side_by_side(BOTH_PX if link.on("compare") else EFFECT_PX):
                 with st.container():
-                    drawing = show(intervene.effect, link)
+                    drawing = show(intervene.effect, link, note=note)
                 if drawing is not None:  # else the reason stands once
                     with st.container():
-                        show(intervene.next_token, link)
+                        show(intervene.next_token, link, note=note)
             if (edits := link.text("edits")) and drawing is not None and not intervene.takes_from_second(edits):
                 label = f"Mean over {intervene.DOCUMENTS} documents"
                 if widgets.toggle(label, "documents"):
-                    show(intervene.on_documents, link, long="Reading documents with and without the edit")
+                    show(intervene.on_documents, link, note=note, long="Reading documents with and without the edit")
         elif shown == "sweep":
             show(intervene.sweep, link, long="Editing one place at a time")
         elif not link.text("other"):
@@ -221,8 +223,8 @@ def _patching(bare: Link) -> None:
     tokens = source.tokens(source.subjects(bare)[0], bare.text("other"))
     at = token_strip.selected_position("position", POSITION, len(tokens), default=best.position)
     token_strip.draw_token_strip(
-        tokens, key="position", label=POSITION, colours=best.restored, unit="restored", chosen=at
-    )
+        tokens, key="position", label=POSITION, colours=best.restored, unit="restored" + " in A" * bare.on("compare"), chosen=at
+    )  # fmt: skip
     layer = widgets.choose("Layer", "layer", list(range(best.layers)), best.layer, elsewhere=("all",), width=80)
 
     def take(point: Point) -> None:

@@ -74,8 +74,9 @@ def prompt_page(link: Link) -> None:
         losses = source.query(prompts.next_tokens, subject, text, position=last, top=prompt.TOP).loss
         gone = ("target", "against", "query")
         token_strip.draw_token_strip(
-            tokens, key="position", label=POSITION, colours=losses, unit="nats of loss", chosen=at, clears=gone
-        )
+            tokens, key="position", label=POSITION, colours=losses, unit="nats of loss" + " in A" * link.on("compare"),
+            chosen=at, clears=gone,
+        )  # fmt: skip
         if shown == "next":
             about = "The next token after both texts, and the difference"
             other = widgets.text_line("Second text (optional)", "other", rows=2, placeholder="to compare", help=about)

@@ -52,7 +52,7 @@ def need_sinks(evidence: Evidence) -> str:
             "So nothing can vanish.", "gated",
         )  # fmt: skip
     if len(heads) < SINK_SEEDS:
-        why = f"The Transformer formed sinks in {formed} of {len(heads)} seeds, and {SINK_SEEDS} seeds are needed: single seeds mislead here."
+        why = f"The Transformer formed sinks in {formed} of {len(heads)} seeds. {SINK_SEEDS} seeds are needed: single seeds mislead here."
         raise InsufficientEvidence(why, "gated")
     return (
         f"vanilla has sinks in {formed} of {len(heads)} seeds (strongest head {heads.median():.0%}, median over seeds)"

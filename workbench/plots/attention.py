@@ -219,6 +219,18 @@ def attention_pair(
     return at_least(figure, MAP * len(maps)) if len(maps) > 1 else figure
 
 
+def percentage(share: float, difference: bool = False) -> str:
+    """Return a probability in percent, or a difference of two in points, with one decimal; 0 only for an exact 0."""
+    points = 100 * share
+    if abs(points) >= 0.05 or np.isnan(points):
+        text = f"{points:+.1f}" if difference else f"{points:.1f}%"
+    elif difference:
+        text = "<0.1" if share > 0 else ">-0.1" if share else "0"
+    else:
+        text = "<0.1%"
+    return text.replace("-", "−")
+
+
 def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[float]]]) -> go.Figure:
     """Draw the most probable next tokens of (name, architecture, tokens, probabilities) side by side; A - B has its scale."""
     alike = all(list(f[2]) == list(parts[0][2]) for f in parts)
@@ -228,13 +240,11 @@ def next_tokens_figure(parts: Sequence[tuple[str, str, Sequence[str], Sequence[f
     )
     for i, (name, architecture, tokens, chances) in enumerate(parts):
         ticks = [f"{safe(t)}  " for t in tokens]
-        form, nothing = ("{:+.1f}", "0") if name == MINUS else ("{:.1f}%", "<0.1%")
         points = [100 * c for c in chances]  # a difference of probabilities is in percentage points
         figure.add_bar(
             x=points if name == MINUS else list(chances), y=list(range(len(ticks))), orientation="h", marker_color=colour(architecture),
             name=markup.escape(name), showlegend=False,
-            text=[nothing if abs(p) < 0.05 else form.format(p).replace("-", "−") for p in points], textposition="outside",
-            cliponaxis=False, row=1, col=i + 1,
+            text=[percentage(c, name == MINUS) for c in chances], textposition="outside", cliponaxis=False, row=1, col=i + 1,
         )  # fmt: skip
         figure.update_yaxes(
             tickvals=list(range(len(ticks))), ticktext=ticks, autorange="reversed", showticklabels=not (alike and i),

@@ -92,13 +92,10 @@ def separation_figure(table: pd.DataFrame, title: str, under: str) -> go.Figure:
                 hovertemplate="layer %{x}: %{y:.3f}<extra></extra>",
             )  # fmt: skip
             figure.add_scatter(
-                x=rows["layer"], y=rows["chance"], mode="lines", name="chance", legendgroup="chance", hoverinfo="skip",
-                showlegend=False, line={"color": look if len(series) > 1 else GREY, "dash": "dot", "width": 1.5},
-                row=1, col=i,
+                x=rows["layer"], y=rows["chance"], mode="lines", hoverinfo="skip", showlegend=i == 1,
+                name=f"{label(name)}, chance" if len(series) > 1 else "chance", legendgroup=f"{name}, chance",
+                line={"color": look if len(series) > 1 else GREY, "dash": "dot", "width": 1.5}, row=1, col=i,
             )  # fmt: skip
-    figure.add_scatter(
-        x=[None], y=[None], mode="lines", name="chance", line={"color": GREY, "dash": "dot", "width": 1.5}
-    )
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(table["layer"]))
     figure.update_yaxes(title_text="", range=[min(-0.05, float(np.nanmin(table[["value", "chance"]])) - 0.05), 1.05])
     return at_least(dressed(figure, title, under, 300), 3 * 250)

@@ -168,7 +168,9 @@ def moved_measures(source: Source, link: Link) -> Drawing:
     if shown.empty:
         raise WorkbenchError(f"{sentence} No difference varies over seeds, so there is no interval to draw.")
     if left_out := len(table) - len(shown):
-        sentence += f" {left_out} without an interval {'is' if left_out == 1 else 'are'} in the numbers of this figure only."
+        sentence += (
+            f" {left_out} without an interval {'is' if left_out == 1 else 'are'} in the numbers of this figure only."
+        )
     names = []
     for row in shown.to_dict("records"):
         of = [row[k] for k in ("site", "variant", "part") if row[k] is not None]

@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
+from workbench.plots.attention import percentage
 from workbench.plots.grids import safe
 from workbench.plots.style import BARS, at_least, pale
 from workbench.statistics.intervals import confidence, over_seeds
@@ -197,13 +198,8 @@ def _likeliest(answers: Answers[prompts.Effect], title: str, change: str, most: 
         names = plots.unique([safe(t) for t in rows["text"]])
         bars = {"before": pale(series, 0.4), "after": plots.colour(series)}
         minus = name == plots.MINUS  # a difference of probabilities is in percentage points
-        form, scale, unit, nothing = "{:.1%}", 1, "probability", "<0.1%"
-        if minus:
-            form, scale, unit, nothing = "{:+.1f}", 100, f"probability, {plots.MINUS} (points)", "0"
-        before, after = (
-            [nothing if abs(p) < SMALL else form.format(scale * p).replace("-", "−") for p in rows[when]]
-            for when in ("before", "after")
-        )
+        scale, unit = (100, f"probability, {plots.MINUS} (points)") if minus else (1, "probability")
+        before, after = ([percentage(p, minus) for p in rows[when]] for when in ("before", "after"))
         for when, colour in bars.items() if change else [("after", bars["after"])]:
             figure.add_bar(
                 y=names, x=scale * rows[when], orientation="h", name=f"{name}, {when}", showlegend=False,

@@ -120,7 +120,7 @@ def grouped(source: Source, link: Link) -> Drawing:
     sentences = []
     if left_out := int((table["set"] == entry.group).sum()) - len(shown):
         sentences.append(
-            f"{left_out} group{'s' * (left_out > 1)} of this experiment {'is' if left_out == 1 else 'are'} in the numbers of this figure only."
+            f"{left_out} group{'s' * (left_out > 1)} of this experiment {'is' if left_out == 1 else 'are'} in its numbers only."
         )
     if others := table["set"].nunique() - 1:
         sentences.append(
