@@ -33,7 +33,7 @@ FEW, TABLE_PX = 8, 300  # choices in a message; height of a table
 
 def typeset(text: object) -> str:
     """A sentence escaped for Markdown, with at most three significant digits and true minus signs."""
-    return escaped(style.typeset(str(text)))
+    return escaped(style.with_signs(str(text)))
 
 
 def spaced(name: str) -> str:

@@ -186,7 +186,7 @@ def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
         ("depth", {"metric": "nonsense", "seed": "-1", "set": "<script>"}, {"measure", "seed", "experiment"}),
         ("prompt", {"a": "../../etc", "step": "7", "position": "99", "stored": "../../etc/passwd"},
          {"model a", "step of a", "position", "stored prompt"}),
-        ("intervene", {"show": "sweep", "over": "<b>"}, {"over"}),
+        ("intervene", {"show": "sweep", "over": "<b>"}, {"sweep over"}),
     ],
 )  # fmt: skip
 def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, name, address, labels):

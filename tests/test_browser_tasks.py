@@ -164,7 +164,7 @@ def test_a_value_is_followed_in_two_clicks(at):
     page, click = at(f"prompt?{ON}", 2)
     click(page.get_by_role("radio", name="From score to logit"))
     click(page.locator(".tokens [role=option]").nth(3))
-    page.locator("h2", has_text="Path of").wait_for()
+    page.locator("h2", has_text="From the score of").wait_for()
     assert state(page)["position"] == "3"
 
 

@@ -13,7 +13,7 @@ from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots.attention import percentage
-from workbench.plots.style import typeset
+from workbench.plots.style import with_signs
 from workbench.plots.training import gradient_layers
 from workbench.runs.records import provenance, records
 
@@ -267,9 +267,9 @@ def test_gradients_and_coefficients_are_drawn():
 
 
 def test_sentences_have_three_digits_true_minus_signs_and_a_fixed_space_before_percent():
-    assert typeset("-0.12345 and 50% to 70 % of A - B, 5-3") == "−0.123 and 50\u00a0% to 70\u00a0% of A − B, 5-3"
-    assert typeset("p = 0.0213") == "p\u00a0=\u00a00.0213"
-    assert typeset("55.0%-87.5%") == "55.0\u00a0%-87.5\u00a0%", "no minus between percentages"
+    assert with_signs("-0.12345 and 50% to 70 % of A - B, 5-3") == "−0.123 and 50\u00a0% to 70\u00a0% of A − B, 5-3"
+    assert with_signs("p = 0.0213") == "p\u00a0=\u00a00.0213"
+    assert with_signs("55.0%-87.5%") == "55.0\u00a0%-87.5\u00a0%", "no minus between percentages"
 
 
 def test_panels_of_training_batches_are_named_beside_those_of_held_out_text():

@@ -13,7 +13,7 @@ from workbench.claims.verdict import in_one_sentence, judged_by_seed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
-from workbench.plots.style import typeset
+from workbench.plots.style import with_signs
 from workbench.runs.catalogue import Entry
 from workbench.statistics.formation import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
@@ -352,7 +352,7 @@ def _verdicts(link: Link) -> None:
             lines = []
             for j in (j for j in rest if j.claim.question == question):
                 lacking = f" Not measured: {', '.join(map(widgets.spaced, j.missing))}." if j.missing else ""
-                lines.append(f"- {widgets.typeset(j.claim.text)} *{widgets.typeset(j.verdict.details)}{lacking}*")
+                lines.append(f"- {widgets.with_signs(j.claim.text)} *{widgets.typeset(j.verdict.details)}{lacking}*")
             if lines:
                 st.markdown("\n".join([f"**{widgets.escaped(text)}**\n", *lines]))
     if any(j.missing for j in judged):
@@ -369,10 +369,10 @@ def _claim(link: Link, judged: start.Judgement) -> None:
                  "Runs": f"{len(verdict.runs)}, with controls and models that are drawn and not judged"}  # fmt: skip
         if unmet := verdict.unmet_text():
             facts["Not met"] = unmet
-        st.markdown("\n".join(f"- {name}: {widgets.typeset(fact)}" for name, fact in facts.items()))
+        st.markdown("\n".join(f"- {name}: {widgets.with_signs(fact)}" for name, fact in facts.items()))
         with st.container(horizontal=True, gap="xsmall", key="setting"):
             for part in filter(None, verdict.setting.split(", ")):
-                st.badge(widgets.typeset(part), color="gray", help="Setting of the compared runs")
+                st.badge(widgets.with_signs(part), color="gray", help="Setting of the compared runs")
         show(start.verdict, link)
         runs, records = start.runs_behind(cached_source(), judged)
         st.session_state["drawn"].append(Drawn(link, records, {}))
@@ -388,7 +388,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
             )  # fmt: skip
         if len(by_seed := judged_by_seed(verdict)):
             st.markdown("**Differences by seed**")
-            by_seed["comparison"] = by_seed["comparison"].map(typeset)
+            by_seed["comparison"] = by_seed["comparison"].map(with_signs)
             config, alt = widgets.number_columns(by_seed), "Differences by seed"
             st.dataframe(by_seed, hide_index=True, width="stretch", column_config=config, key="by_seed", alt=alt)
         elif len(runs):
@@ -401,9 +401,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
 
 def _verdict(judged: start.Judgement, sentence: str = "", *, text: bool = True) -> None:
     if text:
-        st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
+        st.markdown(f"**{widgets.with_signs(judged.claim.text)}**")
     box, words = {"supported": st.success, "refuted": st.error}, judged.verdict.words
-    sentence = f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.typeset(sentence)}".strip()
+    sentence = f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.with_signs(sentence)}".strip()
     box.get(judged.verdict.status, st.info)(sentence)
 
 

@@ -84,7 +84,7 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     intervals = {paths[m]: group.difference(losses, "resformer", m) for m in later["model"] if m in group.models}
     note = seeds_note(next(iter(intervals.values())))
     more = " The paths also differ in their number of layers." if len(counts) > 1 else ""
-    sentence = f"Loss with {paths['resformer']} minus that with {intervals_text(intervals, ', ')} nats{note}.{more}"
+    sentence = f"Loss with {paths.get('resformer', 'source layer 0')} minus that with {intervals_text(intervals, ', ')} nats{note}.{more}"
     return judged(intervals, -1, sentence, "nats")
 
 

@@ -18,7 +18,7 @@ from workbench.metrics.found_sinks import found_mass, sink_positions
 from workbench.statistics.sinks import SINK_MASS
 
 
-def visible(T: int, window: int | None = None) -> Tensor:
+def keys_in_sight(T: int, window: int | None = None) -> Tensor:
     """Return the number of keys in sight of each query, float64 [T]: up to `window`, NaN for one of 0 (unknown)."""
     keys = torch.arange(1, T + 1, dtype=torch.float64)
     return keys if window is None else keys.clamp(max=window) if window else keys * math.nan
@@ -26,7 +26,7 @@ def visible(T: int, window: int | None = None) -> Tensor:
 
 def uniform_importance(T: int, window: int | None = None) -> Tensor:
     """Return the token importance under uniform causal attention, (1/T) sum over the queries i that see j of 1 / keys(i), float64 [T]."""
-    rows = 1.0 / visible(T, window)
+    rows = 1.0 / keys_in_sight(T, window)
     sums = rows.flip(0).cumsum(0).flip(0)
     if window and window < T:
         sums[: T - window] -= sums[window:].clone()
@@ -35,7 +35,7 @@ def uniform_importance(T: int, window: int | None = None) -> Tensor:
 
 def _of_first(T: int, window: int | None, power: int) -> float:
     """Return the sum over queries of uniform causal attention to position 0 to a power; queries past the window do not see it."""
-    return float((1.0 / visible(T, window)[: window or T] ** power).sum())
+    return float((1.0 / keys_in_sight(T, window)[: window or T] ** power).sum())
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 @metric(
     unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2,
     source="Shannon entropy of attention rows", variants={"normalised": {"normalised": True}},
-    controls={"uniform_causal": lambda T, window=None: float(visible(T, window).log().mean())},
+    controls={"uniform_causal": lambda T, window=None: float(keys_in_sight(T, window).log().mean())},
     units={"normalised": "share"},
 )  # fmt: skip
 def row_entropy(
@@ -163,14 +163,14 @@ def row_entropy(
     """
     if not normalised:
         return row_entropy.mean(-1)
-    most = visible(row_entropy.shape[-1], window)[1:].log()
+    most = keys_in_sight(row_entropy.shape[-1], window)[1:].log()
     return (row_entropy[..., 1:] / most.to(row_entropy)).mean(-1)
 
 
 @metric(
     unit="keys", range="1..i at query i", reading="lower: the head is more focused", source="perplexity of attention rows",
     variants={"share": {"share": True}}, units={"share": "share of the keys in sight"},
-    controls={"uniform_causal": lambda T, window=None: float(visible(T, window).mean())},
+    controls={"uniform_causal": lambda T, window=None: float(keys_in_sight(T, window).mean())},
 )  # fmt: skip
 def effective_keys(
     row_entropy: Float[Tensor, "batch head pos"], window: int | None = None, *, share: bool = False
@@ -181,7 +181,7 @@ def effective_keys(
     """
     keys = row_entropy.exp()
     if share:
-        keys = keys / visible(keys.shape[-1], window).to(keys)
+        keys = keys / keys_in_sight(keys.shape[-1], window).to(keys)
     return keys.mean(-1)
 
 
@@ -367,7 +367,7 @@ def _does_not_repeat(tokens: Int[Tensor, "batch pos"]) -> str:
 def _of_earlier(T: int, offset: int, window: int | None) -> float:
     """Return what queries of the second half give to the key `offset` positions before them under uniform causal attention."""
     seen = window is None or offset < window or not window
-    return float((1.0 / visible(T, window)[T // 2 :]).mean()) if seen else 0.0
+    return float((1.0 / keys_in_sight(T, window)[T // 2 :]).mean()) if seen else 0.0
 
 
 @metric(

@@ -23,7 +23,7 @@ from workbench.plots.style import (
     ordered,
     pale,
     subtitle,
-    typeset,
+    with_signs,
     words,
     wrapped,
 )
@@ -246,7 +246,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             if not shown.any():
                 continue
             figure.add_scatter(
-                x=value[shown], y=[markup.escape(typeset(str(c))) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
+                x=value[shown], y=[markup.escape(with_signs(str(c))) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
                 name="value" if look != GREY else "context",
                 marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
                 error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
@@ -255,7 +255,7 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             )  # fmt: skip
         figure.add_vline(x=0, line={"color": GREY, "dash": "dot"}, row=i, col=1)
         figure.update_xaxes(title_text=markup.escape(str(unit)) or "value", row=i, col=1)
-        names = [markup.escape(typeset(str(c))) for c in part["comparison"]]
+        names = [markup.escape(with_signs(str(c))) for c in part["comparison"]]
         figure.update_yaxes(
             autorange="reversed", type="category", categoryorder="array", categoryarray=names, row=i, col=1
         )

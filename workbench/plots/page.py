@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from workbench.files import write_text
 from workbench.plots.grids import safe
 from workbench.plots.records import plot
-from workbench.plots.style import INK, LINE, narrow, plain, titled, typeset, untitled, wrapped
+from workbench.plots.style import INK, LINE, narrow, plain, titled, untitled, with_signs, wrapped
 
 COLOUR_BAR, AROUND_MAP = 70, 90  # pixels beside square maps, and around each row of them
 LETTERS = 125  # of a line of a subtitle in a figure of full width
@@ -104,7 +104,7 @@ def heading(text: str, level: int = 2) -> str:
 def paragraph(text: str, kind: str = "") -> str:
     """A paragraph, typeset; `kind` is a class of the style sheet."""
     opening = f'<p class="{kind}">' if kind else "<p>"
-    return f"{opening}{markup.escape(typeset(text))}</p>"
+    return f"{opening}{markup.escape(with_signs(text))}</p>"
 
 
 def folded(label: str, inside: str) -> str:
@@ -124,7 +124,7 @@ def numbers_html(frame: pd.DataFrame, label: str = "the numbers") -> str:
 
 def facts_html(given: Mapping[str, str]) -> str:
     """Names and their values in two columns."""
-    return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(typeset(v))}</dd>' for k, v in given.items())}</dl>"
+    return f"<dl>{''.join(f'<dt>{markup.escape(k)}</dt><dd>{markup.escape(with_signs(v))}</dd>' for k, v in given.items())}</dl>"
 
 
 def alt_text(shown: go.Figure | pd.DataFrame) -> str:

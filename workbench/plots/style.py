@@ -344,7 +344,7 @@ def true_minus(text: str) -> str:
     return re.sub(r"(?<![\w.)%])-(?=[\d.])", "−", text)
 
 
-def typeset(text: str) -> str:
+def with_signs(text: str) -> str:
     """Return a sentence with at most three significant digits, true minus signs and fixed spaces before `%` and in `p = 0.01`."""
 
     def rounded(found: re.Match[str]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.kernels.joint import Softmax, joint_attention
-from workbench.metrics.attention import visible
+from workbench.metrics.attention import keys_in_sight
 from workbench.metrics.base import wide
 from workbench.models.attention import JointAttention
 from workbench.models.decomposition import TOLERANCE
@@ -214,7 +214,7 @@ class Reading:
 
     def even(self, at: int) -> Tensor:
         """Weights of the queries from a position on, to this position, if each spread its attention evenly over what it sees [query]."""
-        weights = 1 / (visible(self.total.shape[1], self.window)[at:] * len(self.columns))
+        weights = 1 / (keys_in_sight(self.total.shape[1], self.window)[at:] * len(self.columns))
         weights[self.window or len(weights) :] = 0  # later queries do not see it
         return weights
 

@@ -12,7 +12,6 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.metrics.attention import uniform_importance
 from workbench.plots import attention as figures
 from workbench.plots.grids import safe, signed
 from workbench.plots.style import at_least
@@ -153,6 +152,8 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
             row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
         # sums over queries, means over the keys of a column
         received = np.nansum(column.weights * np.diff(column.queries)[:, None], 0) / np.diff(column.keys)
+        from workbench.metrics.attention import uniform_importance  # imports torch
+
         uniform = uniform_importance(len(tokens), overview.windows[choice.layer]).numpy() * len(tokens)
         uniform = uniform[column.keys[0] : column.keys[-1]]
         evenly = np.add.reduceat(uniform, np.array(column.keys[:-1]) - column.keys[0]) / np.diff(column.keys)

@@ -247,11 +247,13 @@ def differences(source: Source, link: Link) -> Drawing:
     under = "; ".join(filter(None, ("" if most > 1 else seeds, f"mean over {listed(over)}" if over else "", whisker)))
     axis = f"{unit}, difference", plots.reading_direction(selected.rows[control])
     figure = plots.layer_differences(shown, f"{_title(selected)}{words}", under, axis)
+    if compare := link.on("compare"):
+        figure.for_each_trace(lambda trace: trace.update(name=plots.MINUS))
     sentences = []
     for model, part in table.groupby("architecture", sort=False):
         layers_of = part.loc[part["significant"], "layer"].astype(str).tolist()
         where = f"differs in layer{'s' * (len(layers_of) > 1)} {listed(layers_of)}" if layers_of else "no layer differs"
-        sentences.append(f"{plain(plots.label(str(model)))}: {where}")
+        sentences.append(f"{plots.MINUS if compare else plain(plots.label(str(model)))}: {where}")
     few_seeds = f"{seeds.capitalize()}: a verdict needs {MIN_SEEDS}."
     sentence = f"{'. '.join(sentences)} ({seeds}, Holm-adjusted)." if tested else few_seeds
     return Drawing(figure, table, sentence)
