@@ -352,7 +352,7 @@ def _verdicts(link: Link) -> None:
             lines = []
             for j in (j for j in rest if j.claim.question == question):
                 lacking = f" Not measured: {', '.join(map(widgets.spaced, j.missing))}." if j.missing else ""
-                lines.append(f"- {widgets.with_signs(j.claim.text)} *{widgets.typeset(j.verdict.details)}{lacking}*")
+                lines.append(f"- {widgets.typeset(j.claim.text)} *{widgets.typeset(j.verdict.details)}{lacking}*")
             if lines:
                 st.markdown("\n".join([f"**{widgets.escaped(text)}**\n", *lines]))
     if any(j.missing for j in judged):
@@ -369,10 +369,10 @@ def _claim(link: Link, judged: start.Judgement) -> None:
                  "Runs": f"{len(verdict.runs)}, with controls and models that are drawn and not judged"}  # fmt: skip
         if unmet := verdict.unmet_text():
             facts["Not met"] = unmet
-        st.markdown("\n".join(f"- {name}: {widgets.with_signs(fact)}" for name, fact in facts.items()))
+        st.markdown("\n".join(f"- {name}: {widgets.typeset(fact)}" for name, fact in facts.items()))
         with st.container(horizontal=True, gap="xsmall", key="setting"):
             for part in filter(None, verdict.setting.split(", ")):
-                st.badge(widgets.with_signs(part), color="gray", help="Setting of the compared runs")
+                st.badge(widgets.typeset(part), color="gray", help="Setting of the compared runs")
         show(start.verdict, link)
         runs, records = start.runs_behind(cached_source(), judged)
         st.session_state["drawn"].append(Drawn(link, records, {}))
@@ -401,9 +401,9 @@ def _claim(link: Link, judged: start.Judgement) -> None:
 
 def _verdict(judged: start.Judgement, sentence: str = "", *, text: bool = True) -> None:
     if text:
-        st.markdown(f"**{widgets.with_signs(judged.claim.text)}**")
+        st.markdown(f"**{widgets.typeset(judged.claim.text)}**")
     box, words = {"supported": st.success, "refuted": st.error}, judged.verdict.words
-    sentence = f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.with_signs(sentence)}".strip()
+    sentence = f"**{widgets.escaped(words[:1].upper() + words[1:])}.** {widgets.typeset(sentence)}".strip()
     box.get(judged.verdict.status, st.info)(sentence)
 
 

@@ -246,7 +246,8 @@ def intervals(table: pd.DataFrame, title: str, under: str = "", *, adjusted: str
             if not shown.any():
                 continue
             figure.add_scatter(
-                x=value[shown], y=[markup.escape(with_signs(str(c))) for c in part.loc[shown, "comparison"]], mode="markers", showlegend=False,
+                x=value[shown], y=[markup.escape(with_signs(str(c))) for c in part.loc[shown, "comparison"]], mode="markers",
+                showlegend=False,
                 name="value" if look != GREY else "context",
                 marker={"color": look, "size": 9, "symbol": ["circle-open" if h else "circle" for h in hollow[shown]]},
                 error_x={"array": (high - value)[shown], "arrayminus": (value - low)[shown], "color": look, "thickness": 1.6},
