@@ -381,7 +381,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
             config = widgets.number_columns(runs) | {
                 "address": st.column_config.LinkColumn("Training", display_text="show")
             }
-            order = sorted(runs, key=lambda column: column == "run")  # its long names last
+            order = sorted(map(str, runs), key=lambda column: column == "run")  # its long names last
             st.dataframe(
                 runs, hide_index=True, width="stretch", column_config=config, key="behind", placeholder="",
                 column_order=order, alt="Runs behind the verdict",
