@@ -17,9 +17,9 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_475  # lines of Python in workbench/ and app/
+TOTAL = 58_517  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_925,
+    "app": 3_941,
     "workbench": 1_238,
     "workbench/checkpoints": 4_102,
     "workbench/claims": 3_995,
@@ -32,16 +32,16 @@ LINES = {
     "workbench/metrics": 1_776,
     "workbench/models": 6_146,
     "workbench/observing": 8_473,
-    "workbench/plots": 3_305,
+    "workbench/plots": 3_313,
     "workbench/prompts": 3_144,
-    "workbench/reports": 1_509,
+    "workbench/reports": 1_526,
     "workbench/runs": 2_336,
     "workbench/sklearn": 629,
     "workbench/statistics": 581,
     "workbench/storage": 923,
     "workbench/studies": 879,
     "workbench/training": 1_752,
-    "workbench/views": 5_702,
+    "workbench/views": 5_703,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`
