@@ -88,8 +88,10 @@ def test_clicks_keys_and_cells_of_figures_choose_a_token_and_back_undoes_it(at):
     browsing.settled(page, 1)
     figure, mark = page.locator(".wb-figure"), page.locator(".wb-figure .mark:visible")
     figure.evaluate("(e) => { e.first = true }")
-    tokens.nth(3).hover()
-    for _ in range(150):  # until the figure has its final width
+    for _ in range(60):  # until the strip and the figure have their final width
+        page.mouse.move(0, 0)
+        tokens.nth(3).hover()
+        mark.first.wait_for()
         box = figure.locator(".nsewdrag").bounding_box()
         each = box["width"] / tokens.count()
         is_marked = mark.bounding_box()["x"] == pytest.approx(box["x"] + 3 * each, abs=2)
