@@ -150,7 +150,9 @@ def concentration_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(sums.index))
     figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: further from uniform"))
     about = "divergence from uniform attention; importance entropy can hide it, as the parts can cancel there"
-    return dressed(figure, "Concentration of attention", subtitle(rows, about, "whisker: standard error of the sum"), 300)
+    return dressed(
+        figure, "Concentration of attention", subtitle(rows, about, "whisker: standard error of the sum"), 300
+    )
 
 
 def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
