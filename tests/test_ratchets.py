@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_517  # lines of Python in workbench/ and app/
+TOTAL = 58_520  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_941,
     "workbench": 1_238,
@@ -32,7 +32,7 @@ LINES = {
     "workbench/metrics": 1_776,
     "workbench/models": 6_146,
     "workbench/observing": 8_473,
-    "workbench/plots": 3_313,
+    "workbench/plots": 3_316,
     "workbench/prompts": 3_144,
     "workbench/reports": 1_526,
     "workbench/runs": 2_336,
