@@ -74,6 +74,8 @@ def test_uniform_attention_meets_its_baselines_within_any_window(width, ids):
     ]
     rows = workbench.measure(observed, metrics, ids)
     assert observed.attention_window(1) == (8 if width == 8 else None)
+    observed.run_with_cache(ids, names_filter=["blocks.0.attn.hook_pattern"])
+    assert observed.attention_window(0) == (8 if width == 8 else None), "also where the pattern alone is read"
     for metric, variant in RELATIVE.items():
         of = rows.loc[(rows["metric"] == metric) & (rows["variant"] == variant), "value"]
         assert of.to_numpy() == pytest.approx(0 if variant == "deficit" else 1, abs=1e-6), metric

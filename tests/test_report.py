@@ -12,7 +12,7 @@ from workbench.claims.analysis import Analysis, write_page
 from workbench.claims.collect import stored
 from workbench.claims.judging import chosen, judge, with_figure
 from workbench.places import SHIPPED
-from workbench.reports.folder import series_in, write_report
+from workbench.reports.folder import series_by_run, write_report
 from workbench.runs.catalogue import catalogue
 from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, start
@@ -58,7 +58,8 @@ def test_the_report_averages_no_runs_of_two_experiments():
         for study in ("sinks", "sinks_without_start")
         for e in catalogue(unpacked(SHIPPED / "evidence" / study)).entries
     ]
-    named = {e.group: {series_in(o, entries) for o in entries if o.group == e.group} for e in entries}
+    series = series_by_run(entries)
+    named = {e.group: {series[o.name] for o in entries if o.group == e.group} for e in entries}
     first, second = named.values()
     assert "transformer · start token none" in first | second
     assert not first & second

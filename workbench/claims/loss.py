@@ -123,7 +123,7 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     apart = enough.all()
     if 0 < len(choosing) < MIN_SEEDS and not apart and best.keys() >= set(names):
         absent = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
-        on = listed([f"seed {seed:g}" for seed in choosing])
+        on = listed([f"seed {int(seed)}" for seed in choosing])
         raise InsufficientEvidence(
             f"The best learning rate of each model was chosen on {on}, which a comparison may not count. "
             f"Train {absent} on {MIN_SEEDS} other seeds."

@@ -53,9 +53,7 @@ class Reduction:
     parts: dict[Any, Any] = field(default_factory=dict)  # layer -> list of tensors, or accumulators per fold
     rows: list[dict[str, Any]] | None = None  # its records, if they are made before another pass
     rows_read: Counter[Any] = field(default_factory=Counter)  # layer -> sequences
-    windows: dict[Any, int | None] = field(
-        default_factory=dict
-    )  # layer -> keys in sight of a query, None for all earlier ones
+    windows: dict[Any, int | None] = field(default_factory=dict)  # layer -> `attention_window` of the model
 
     def hooks(self, layer: Any, model: Transformer) -> dict[str, str]:
         """Return the hook points of the activations that the metric reads at a layer; empty if the model lacks one."""

@@ -89,9 +89,7 @@ class Observed(HookedModel):
         self._masks: SeenMasks | None = None  # records the masks of a run
         self._segments: Segments | None = None  # documents of the attention statistics
         self._attended: dict[tuple[int, str], Tensor] | None = None  # takes queries and keys of a run
-        self._mask_kinds: dict[
-            int, str
-        ] = {}  # of the last run by layer, where the attention's statistics, queries or keys were read
+        self._mask_kinds: dict[int, str] = {}  # of the last run, by layer whose attention was read
         if structure.embed is not None:
             self.hook_embed = HookPoint()
         points = (BlockPoints(layer, mixture_of(paths, i)) for i, layer in enumerate(structure.layers))

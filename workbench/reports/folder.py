@@ -70,7 +70,7 @@ def write_report(runs: Path, out: Path) -> Path:
         raise BadData(f"no readable runs under {runs}; make some with `workbench demo` or `workbench train`{why}")
     places = {run.path.resolve() for run in readable}
     entries = [e for e in catalogue(runs).entries if Path(e.path) in places]
-    series = {e.name: series_in(e, entries) for e in entries}
+    series = series_by_run(entries)
     frame, telemetry = (pd.concat(parts, ignore_index=True) for parts in zip(*tables.values(), strict=True))
     frame, telemetry = (rows.assign(architecture=rows["run"].map(series)) for rows in (frame, telemetry))
     of = judge_all(entries).of
@@ -115,17 +115,22 @@ def write_report(runs: Path, out: Path) -> Path:
     return page.write(out)
 
 
-def series_in(entry: Entry, entries: Sequence[Entry]) -> str:
-    """Return a run's series, with what its experiment differs in where others have the architecture: their numbers are never averaged."""
+def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the series of every run by name; those of two experiments never share one, so that no figure averages them."""
     groups: dict[str, list[Entry]] = {}
-    for one in entries:
-        groups.setdefault(one.group, []).append(one)
-    kinds = {e.group: e.kind for e in entries if e.architecture == entry.architecture and not e.imported}
-    if entry.imported or len(kinds) < 2:
-        return entry.series
-    kind = entry.kind if len(set(kinds.values())) > 1 else ""
-    differs = differing_settings(groups)[entry.group] if [*kinds.values()].count(entry.kind) > 1 else ""
-    return plots.DETAIL.join(filter(None, (entry.series, kind, differs)))
+    kinds: dict[str, dict[str, str]] = {}  # of data, by architecture and experiment
+    for entry in entries:
+        groups.setdefault(entry.group, []).append(entry)
+        if not entry.imported:
+            kinds.setdefault(entry.architecture, {})[entry.group] = entry.kind
+    differs = differing_settings(groups) if any(len(of) > 1 for of in kinds.values()) else {}
+
+    def named(entry: Entry) -> str:
+        of = [] if entry.imported else [*kinds[entry.architecture].values()]
+        parts = (entry.kind if len(set(of)) > 1 else "", differs[entry.group] if of.count(entry.kind) > 1 else "")
+        return plots.DETAIL.join(filter(None, (entry.series, *parts)))
+
+    return {entry.name: named(entry) for entry in entries}
 
 
 def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:

@@ -11,10 +11,8 @@ import pandas as pd
 
 from workbench.statistics.intervals import Interval, over_seeds
 
-ENUMERATED, DRAWN = (
-    200_000,
-    9_999,
-)  # relabellings: all up to the first number (10 against 10 runs have 184,756), else random ones
+ENUMERATED, DRAWN = 200_000, 9_999
+"""Relabellings: all up to the first number (10 against 10 runs have 184,756), else so many random ones."""
 
 
 def censored(reached: pd.Series, last: pd.Series) -> pd.DataFrame:

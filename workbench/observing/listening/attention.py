@@ -97,7 +97,7 @@ class AttentionRun(RunState, CallHandler):
         self._check_lengths(hooked, *call.qkv[:2])
         if self.masks is not None:
             self.masks.add(self._visible(call, attention.beside))
-        depends = hooked.hooks_any("rot_q", "rot_k", *names)
+        depends = hooked.hooks_any("pattern", "rot_q", "rot_k", *names)
         kind = self._mask_kind(call, attention.beside) if depends else CAUSAL
         self._check_mask(hooked, kind, partial(self._visible, call, attention.beside), call.dropout)
         changed = self._inputs(hooked, call)
@@ -328,7 +328,7 @@ class AttentionRun(RunState, CallHandler):
             if self.masks is not None:
                 for head in self._square(hooked, scores).split(1, 1):
                     self.masks.add(visible_keys(head))
-            if hooked.hooks_any("rot_q", "rot_k", *names):
+            if hooked.hooks_any("pattern", "rot_q", "rot_k", *names):
                 seen = visible_keys(self._square(hooked, scores)[:, :1])
                 self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))
             if hooked.hooks_any(*names):
@@ -379,12 +379,13 @@ class AttentionRun(RunState, CallHandler):
         hooked.lse = hooked.null = hooked.dots = None
         if self.masks is not None and attention.kind == BY_HAND:
             self.masks.add(square > 0)
+        if attention.kind == BY_HAND and hooked.hooks_any("pattern", *attention.statistics):
+            seen = square[:, :1] > 0
+            self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))
         if dots is not None:  # the log-sum-exp follows from the largest weight of each row and its score
             wide = torch.promote_types(square.dtype, torch.float32)
             top, place = square.detach().max(-1, keepdim=True)
             lse = (dots.gather(-1, place).to(wide) * attention.scale - top.to(wide).log())[..., 0]
-            seen = square[:, :1] > 0
-            self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))
         if lse is not None:
             if used is square and not is_distribution(used):
                 why = f"{NO_DISTRIBUTION} on these tokens, so it has no statistics"
