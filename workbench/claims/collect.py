@@ -1,4 +1,4 @@
-"""Evidence of runs: stored records and telemetry are read, and what a claim needs is measured if asked."""
+"""Evidence of runs from stored records and telemetry; missing metrics are measured on request."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def write_report(runs: Path, out: Path) -> Path:
 
 
 def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the series of every run by name; those of two experiments never share one, so that no figure averages them."""
+    """Return the series of every run by name. Two experiments never share a series, so no figure averages their runs."""
     groups: dict[str, list[Entry]] = {}
     kinds: dict[str, dict[str, str]] = {}  # of data, by architecture and experiment
     for entry in entries:
