@@ -142,8 +142,11 @@ MAIN = sys.modules["__main__"]
 
 @pytest.fixture
 def forkserver(monkeypatch):
-    """Processes of a pool come from one that has imported what they train and measure with, not each from nothing."""
-    _forkserver()
+    """Processes of a pool come from one that has imported what they train and measure with, not each from nothing.
+
+    It starts here and not in the pool, which delays Ctrl-C while it starts processes: they would inherit that.
+    """
+    _forkserver().ensure_running()
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
     monkeypatch.setitem(sys.modules, "__main__", MAIN)
