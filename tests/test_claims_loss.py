@@ -89,7 +89,7 @@ def grown(saving, spread, key, sizes=SIZES):
         more = runs("transformer", "values_scaled", "resformer", **facts)
         for of in more:
             larger = size / (1 - saving) if of["model"] == "resformer" else size
-            value = 5 * (larger / 1e5) ** -0.2 + spread * math.sin(7 * of["seed"] + size)
+            value = 5 * (larger / 1e5) ** -0.2 + spread * math.sin(7 * of["seed"] + larger)
             told.append(row(of, "validation_loss", value, step=of["steps"]))
         made += more
     return made, told

@@ -197,7 +197,7 @@ def test_the_cumulative_rate_sums_every_step_between_those_written_down():
 def test_savings_of_the_published_table_depend_on_the_form():
     found = savings(RESFORMER, VANILLA)
     assert {k: round(100 * v, 1) for k, v in found.items() if k != "offset"} == {
-        "neighbours": 11.7, "logarithm": 11.2, "power": 13.2,
+        "neighbours": 11.7, "logarithm": 11.2, "power": 11.1,
     }  # fmt: skip
     assert math.isnan(found["offset"]), "three sizes do not test a curve of three parameters"
 
@@ -216,9 +216,16 @@ def test_savings_recover_a_planted_one_from_four_sizes(form):
     assert savings(method, base)[form] == pytest.approx(0.15, abs=1e-3)
 
 
+@pytest.mark.parametrize("floor", [-2.0, 0.0, 2.0])
+def test_equal_curves_save_nothing_whatever_their_shape(floor):
+    """Three of the forms do not fit these losses; they err alike for both curves."""
+    curve = pd.Series(floor + 3.0 * np.array([1.0, 2.0, 4.0, 16.0]) ** -0.1 + 2.5, index=[1.0, 2.0, 4.0, 16.0])
+    assert savings(curve, curve) == pytest.approx(dict.fromkeys(scaling.FORMS, 0.0), abs=1e-9)
+
+
 def planted(shift, spread):
     rows = [
-        {"size": size, "seed": seed, "loss": 3 * (size * shift) ** -0.2 + spread * math.sin(9 * seed + size)}
+        {"size": size, "seed": seed, "loss": 3 * (size * shift) ** -0.2 + spread * math.sin(9 * seed + 99 * size * shift)}
         for size in (1.0, 2.0, 4.0, 8.0)
         for seed in range(4)
     ]

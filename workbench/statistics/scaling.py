@@ -17,17 +17,18 @@ MIN_SIZES = 4  # points that a curve of three parameters needs before its fit sa
 def savings(method: pd.Series, baseline: pd.Series) -> dict[str, float]:
     """Return the share of parameters (or tokens) saved at the loss of the baseline's largest size N, by form of the curve.
 
-    The share is 1 - N'/N, where N' is the size at which the method's curve has that loss. The forms differ by several percentage points on
-    the same numbers: `neighbours` is linear in ln loss and ln N between two sizes, `logarithm` in loss and ln N; `power` is one line in ln
-    loss and ln N; `offset` is E + a N^-b (four sizes or more). NaN if a form cannot be fitted.
+    The share is 1 - N'/N, where N' and N are the sizes at which the curves of the method and of the baseline have that loss. Both curves are
+    of one form, so that equal losses save nothing. The forms differ by several percentage points on the same numbers: `neighbours` is linear
+    in ln loss and ln N between two sizes, `logarithm` in loss and ln N; `power` is one line in ln loss and ln N; `offset` is E + a N^-b (four
+    sizes or more). NaN if a form cannot be fitted.
     """
     method, baseline = method.sort_index(), baseline.sort_index()
     shared = method.index.intersection(baseline.index)
     if len(shared) < 2:
         return dict.fromkeys(FORMS, math.nan)
-    size, target = float(shared[-1]), float(baseline.loc[shared[-1]])
-    sizes, losses = method.index.to_numpy(dtype=float), method.to_numpy(dtype=float)
-    return {name: 1 - form(sizes, losses, target) / size for name, form in FORMS.items()}
+    target = float(baseline.loc[shared[-1]])
+    curves = [(one.index.to_numpy(dtype=float), one.to_numpy(dtype=float)) for one in (method, baseline)]
+    return {name: 1 - form(*curves[0], target) / form(*curves[1], target) for name, form in FORMS.items()}
 
 
 def _around(losses: np.ndarray, target: float) -> slice:
