@@ -13,7 +13,7 @@ import reference
 import rooms
 from paper_figures import FIGURES
 
-from workbench.claims import CLAIMS, QUESTIONS, all_verdicts
+from workbench.claims import CLAIMS, all_verdicts
 from workbench.files import write_text
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
@@ -35,10 +35,8 @@ MEASURING = (
     "    workbench measure models-resformer-s0 -m sink_mass\n\n"
     "`workbench measure RUN -m NAME` measures any of these on a run. Every value is a mean over documents with its standard error and n. "
     "Compare it with its controls, which show the metric without learning or structure.\n\n"
-    "Each metric has a version, 1 unless stated. The version is raised whenever its numbers change, by its own code, a kernel or a model. "
-    "Stored records of older versions are then measured again. Once a run has records of the newer version, its older ones are hidden. "
-    "`tests/golden/metric_outputs.json` has the output of each metric on one fixed checkpoint. A test compares them, and "
-    "`python tests/metric_outputs.py` adds new ones.\n"
+    "Each metric has a version, 1 unless stated, which is raised whenever its numbers change. Stored records of older versions are then "
+    "measured again, and hidden once a run has newer ones.\n"
 )
 COMPOSING = """
 `a+b` combines architectures in any order. Combinations that cannot work, or would leave a part without effect, are
@@ -92,58 +90,39 @@ def metrics_page() -> str:
 
 
 def figures_page() -> str:
-    """Every figure or table of the papers with our command, then every claim with its conditions."""
+    """Every figure or table of the papers with our command, then every claim with the sizes that can check it."""
     parts = [
-        HEAD
-        + "# Figures of the papers\n\nAfter this page you can reproduce each figure of the papers, and look up each claim.\n\n"
+        HEAD + "# Figures of the papers\n\nAfter this page you can reproduce each figure of the papers.\n\n"
         "    workbench analyze data/evidence --question sinks\n\n## Figures and commands\n\n"
         "`RUN...` is any number of runs, or a folder of them. Studies train the runs of a question.\n\n"
         "| figure or table | command | output | claims | study |\n|---|---|---|---|---|\n"
     ]
     for f in FIGURES:
-        claims = ", ".join(f"[{c}](#{c})" for c in f.claims)
+        claims = ", ".join(f"[{c}](evidence.md#{c})" for c in f.claims)
         study = f"`workbench study {f.study}`" if f.study else ""
         parts.append(f"| {f.where} | `{f.command}` | {f.shows} | {claims} | {study} |\n")
     parts.append(
-        "\nA difference within its 95 % interval over seeds is unresolved, and so is a difference with fewer than three seeds. "
-        "A claim with several parts is supported only if every part is clear. Its clearest part, corrected for their number, "
-        "can refute it. Every comparable setting is judged and corrected for: [verdicts](verdicts.md).\n"
+        "\n## Claims\n\nEach claim links to its conditions, published numbers and verdict. [Verdicts](verdicts.md) has the rules.\n\n"
+        "| claim | statement | checkable at |\n|---|---|---|\n"
     )
-    for question, text in QUESTIONS.items():
-        parts.append(f"\n## {text}\n")
-        for claim in (c for c in CLAIMS.values() if c.question == question):
-            facts = {
-                "Supported if": claim.supports, "Refuted if": claim.refutes, "Checkable at": claim.scale,
-                "Published": claim.published, "Source": claim.source,
-            }  # fmt: skip
-            parts.append(f"\n### {claim.name}\n\n{claim.text}\n")
-            parts.append(evidence.listed(facts))
+    parts += [f"| [{c.name}](evidence.md#{c.name}) | {c.text} | {c.scale} |\n" for c in CLAIMS.values()]
     return "".join(parts)
 
 
 RATES = """
-After this page you know how a verdict is decided from seeds, and how often it is false or right by chance.
+After this page you know how a verdict follows from the runs of several seeds, and how often it is wrong by chance.
 
 For example, `workbench analyze data/evidence --question sinks` judges all claims on sinks from the shipped runs.
 
 ## Rules
 
-A claim is decided by its comparisons over seeds. Each comparison is a Student's t test of differences within seeds.
+Comparisons over seeds decide a claim. Each comparison is a Student's t test of differences within seeds.
 
 - **Supported:** every comparison has the claimed sign beyond its 95 % interval (an intersection-union test).
 - **Refuted:** one comparison has the opposite sign after its p-value is multiplied by their number (Bonferroni, the
   first step of Holm's method).
-- **Unresolved:** everything else. Fewer than three seeds decide nothing (five for comparisons of sinks), nor do
-  intervals over documents.
-
-A claim with several comparable settings shows the verdict in each. Tested settings with the control come first, then
-those with the most training tokens per parameter. Outcomes do not matter. Settings that contradict each other leave a
-claim unresolved. Every model chooses its learning rate among the same ones, on other seeds if the runs have some.
-
-All settings of all tested claims on a page are corrected for (Holm). Each claim has an equal share of the error rate,
-divided equally among its settings. So the probability of one or more false decisions is at most 5 %. The status of
-the claim alone, corrected for its own settings, is shown too. In tables `low` and `high` are the 95 % interval
-without this correction, and `low_adjusted` and `high_adjusted` with it.
+- **Unresolved:** everything else. At least three seeds are needed (five for comparisons of sinks); intervals over
+  documents decide nothing.
 
 A claim on the final loss is **not tested**, at any p-value, in three cases:
 
@@ -152,16 +131,26 @@ A claim on the final loss is **not tested**, at any p-value, in three cases:
 - a loss that still falls by 0.02 nats over the last tenth of the steps, as the median over a model's runs.
 
 From 10 to 20 tokens per parameter the verdict states its budget. A claim that first-layer values help is supported
-only if the model also ends ahead of the control `values_scaled`. This control halves its own values and gets no
-first-layer values. Claims leave out studies that measured a metric on some of their runs only, and such records do
-not ship.
+only if the model also ends ahead of the control `values_scaled`, which halves its own values and gets no first-layer
+values. Studies that measured a metric on only some of their runs are left out.
 
-A step that some runs never reach is censored at the last step. Means are then restricted to it, there is no interval,
-and the p-value comes from a permutation test of the log-rank statistic. Up to ten seeds it is
-exact, since it counts all relabellings of the runs. With more seeds it draws 9,999 random ones. Quantities by layer are compared as
-the mean over all layers after the first, and ratios as signed logarithms. A layer that is chosen on the same runs
-would decide 12 to 16 % of claims falsely if one model's numbers spread more than the other's. The
-distance of single runs from 1 would decide up to 60 % falsely.
+**Correction.** Holm's method corrects for all settings of all tested claims on a page. Each claim has an equal share
+of the error rate, divided equally among its settings. So the probability of one or more false decisions is at most 5 %.
+The status of the claim by itself, corrected for its own settings, is shown too. In tables `low` and `high` are the
+95 % interval without this correction, and `low_adjusted` and `high_adjusted` with it.
+
+**Settings.** A claim with several comparable settings shows the verdict in each. Tested settings with the control come
+first, then those with the most training tokens per parameter. The outcomes do not matter. Settings that contradict each
+other leave a claim unresolved. Every model chooses its learning rate among the same ones, on other seeds if the runs
+have some.
+
+**Censoring.** If some runs never reach a step, they are censored at their last step. The means are then restricted to it,
+there is no interval, and the p-value comes from a permutation test of the log-rank statistic. Up to ten seeds the test
+is exact: it counts all relabellings of the runs. With more seeds it draws 9,999 random ones.
+
+**Layers and ratios.** Quantities by layer are compared as the mean over all layers after the first, and ratios as signed
+logarithms. With a layer chosen on the same runs, 12 to 16 % of verdicts would be false if one model's numbers spread
+more than the other's. With the distance of single runs from 1, up to 60 % would be.
 
 Some values have no error bar and decide nothing alone: CKA, the share that a token's mean keeps (`kept`) within one
 run, the bytes of a cache, and the number of principal components `pcs_99`.
@@ -170,11 +159,13 @@ run, the bytes of a cache, and the number of principal components `pcs_99`.
 
 `python tests/verdict_rates.py` applies each claim's function to {looked} tables of noise, and records its comparisons
 and how they depend on each other within a seed. It then decides 20,000 tables of new seeds by the same rule; a slow
-test repeats this. All rates are in per cent. *Supported* and *refuted*: nothing differs. *One part false*: all parts
-hold clearly but one, and the claim is supported. The last three columns: the claim is supported, and every comparison
-is 1, 2 or 3 standard deviations of one seed's difference on the claimed side. One standard error is 0.1 for rates of
-2.5, and 0.7 for a rate of 50. The last rows are rules, not claims: something is chosen or censored, or several
-settings are judged. They have equal spreads, and one model with three times the spread.
+test repeats this. All rates are in per cent. One standard error is 0.1 for rates of 2.5, and 0.7 for a rate of 50.
+
+- *supported*, *refuted*: false verdicts if nothing differs
+- *one part false*: false support if all parts of the claim hold clearly but one
+- *power at k sigma*: support if every comparison lies k standard deviations of one seed's difference on the claimed side
+- last rows: rules that choose or censor something, or judge several settings, with equal spreads and with one model's
+  spread three times as wide
 
 """
 
@@ -183,9 +174,9 @@ NULLS = """
 ## Rates on repeated trainings
 
 Public trainings of one configuration differ by chance alone. `python tests/null_rates.py FILE` draws two groups of runs from a
-configuration with ten runs or more, and puts their final losses to the rule that decides `lower_loss`. The logs are those of
-KellerJordan/modded-nanogpt (124M parameters, FineWeb). Normal noise takes the same way. Rates are in per cent, and one
-standard error is 0.2. The rule has its nominal rate of 2.5 in each direction on real losses too.
+configuration with ten runs or more, and applies the rule of `lower_loss` to their final losses. The logs are from
+KellerJordan/modded-nanogpt (124M parameters, FineWeb). Normal noise is treated alike. Rates are in per cent, and one
+standard error is 0.2. On real losses too, the rule has its nominal rate of 2.5 in each direction.
 
 """
 

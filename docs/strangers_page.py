@@ -57,9 +57,10 @@ HEADINGS = {
 }  # fmt: skip
 ABOUT = """# Models of other people
 
-After this page you know where heads rest in public models, what the values there are like, and what deep values carry.
+With this page you can measure attention sinks, the values at sinks, and deep values of public models. The table has the
+models that are measured so far; the [models to add](#models-to-add) have no row yet.
 
-The rows below come from `python docs/strangers_page.py`. It measures the models in your Hub cache and adds a row for each.
+`python docs/strangers_page.py` measures the models in your Hub cache and adds a row for each.
 
     workbench xray openai-community/gpt2 --download              # put a model into the cache; other names below
     python docs/strangers_page.py                                # measure what the cache has, and the shipped models
@@ -68,8 +69,8 @@ The rows below come from `python docs/strangers_page.py`. It measures the models
 """
 READING = """
 - Numbers are means over documents ± one standard error. A maximum over heads or layers is larger than a typical one.
-- A head rests on a position if its mean attention there exceeds uniform causal attention by 0.1, beyond chance (see `found_sinks` in
-  [Metrics](metrics.md)). Heads count if all their positions together receive more than 30 % of their attention.
+- A head rests on a position (a sink) if its mean attention to it exceeds uniform causal attention by 0.1, beyond chance (see
+  `found_sinks` in [Metrics](metrics.md)). A head is counted if these positions together receive more than 30 % of its attention.
 - *Value norm*: norm over the median of the other positions, of position 0 and, if heads rest elsewhere, of these positions
   (*found*). 1 means no drain. *State of position 0*: norm in the residual stream over the mean of the other positions.
 - *Token identity*: share of the variance of values that the token explains, from the first to the last layer of the later half.
@@ -250,8 +251,8 @@ def page(rows: Sequence[Mapping[str, str]]) -> str:
     tested = sum(int(row["shuffled"].split()[-1]) for row in rows)
     false = sum(int(row["shuffled"].split()[0]) for row in rows)
     calibration = (
-        f"**False positives of the rule.** After the weights of each row of the same patterns changed places at random, {false} of "
-        f"{tested:,} heads (in eight documents a model) rested on a position. The rule allows 1 %.\n"
+        f"**False positives of the rule.** We permuted the weights within each row of the same patterns at random. Then {false} of "
+        f"{tested:,} heads (eight documents per model) rested on a position. The rule allows 1 %.\n"
     )
     listed = "\n".join(f"| `{name}` | `{revision}` |" for name, revision in MODELS.items())
     commands = (

@@ -1,4 +1,4 @@
-"""Claims about value residuals: what supports and refutes each, and the function that judges it from measured runs.
+"""Claims about value residuals: conditions of support and refutation, and the function that judges each from measured runs.
 
 Importing this package registers every claim in `CLAIMS`. A module is a question, a decorated function in it is a claim. Claims are pure
 functions of tables: they read no files and run no models.

@@ -202,7 +202,7 @@ def start_token_decides_the_sinks(evidence: Evidence) -> Verdict:
 
 
 @claim(
-    supports="on a task that needs a resting head, SVFormer's strongest head gives the start token half of its attention at a later "
+    supports="on a task that leaves a head idle, SVFormer's strongest head gives the start token half of its attention at a later "
     "step than vanilla's; the same holds counted from the step at which each has learned to copy; at the end of training it gives half",
     refutes="it does so earlier",
     scale="two layers of one head on Bigram-Backcopy, five seeds, checkpoints all along; no sink before the end would be prevention",
@@ -271,7 +271,7 @@ def _onsets_in_words(steps: pd.DataFrame, more: str = "") -> str:
 
 
 @claim(
-    supports="on a task that needs a resting head, gated attention's strongest head gives the start token less attention at the end "
+    supports="on a task that leaves a head idle, gated attention's strongest head gives the start token less attention at the end "
     "than vanilla's, beyond the interval over seeds. It reaches half in at most half of the seeds",
     refutes="it gives it more",
     scale="two layers of one head on Bigram-Backcopy, five seeds, a vanilla model whose sink forms",
@@ -303,8 +303,8 @@ def a_gate_prevents_the_sink(evidence: Evidence) -> Verdict:
     source="this project, after Guo et al. 2024", metrics=("sink_mass", "value_drain"), steps="series", shows={"metric": "sink_mass"},
 )  # fmt: skip
 def the_sink_waits_for_the_drain(evidence: Evidence) -> Verdict:
-    """A head rests on the start token because its value is near zero. With a value as large as all others it draws less attention, and
-    with a value of zero it draws it sooner.
+    """A head attends to the start token because its value is near zero. With a value as large as all others the token gets less
+    attention, and with a value of zero it gets attention sooner.
     """
     arms = ("transformer", AT_ZERO, EVEN, UNEVEN)
     pair = evidence.of_task("backcopy").comparable(*arms)

@@ -1,4 +1,4 @@
-"""All measures; importing this package registers them in `METRICS`."""
+"""All metrics; importing this package registers them in `METRICS`."""
 
 from workbench.metrics import attention, experts, found_sinks, residual, retention, spectrum, values, weights
 from workbench.metrics.base import METRICS, Metric, metric

@@ -344,8 +344,8 @@ def decompose(
     Args:
         model: A model of `build`, or an observed one.
         given: Token ids or text, or the cache of a run.
-        to: The stream 0..L - 1 that a block reads, L (or None) that the final norm reads, `final` (the norm's output before the
-            gain, with a frozen scale), or `logits`.
+        to: Number of a block (its input), L or None (the input of the final norm), `final` (the norm's output before the gain, with a
+            frozen scale), or `logits`.
         by: `layer` (`embed`, `0_attn_out`, `0_mlp_out`, ...), `head` (`L0H3` for attention outputs) or `value_path` (`L1H0.own`,
             `L1H0.first`, `L2H0.source.1`, `L2H0.table`, `L1H0.cross`).
         tokens: The tokens of the logits: ids [], [batch] or [batch, pos], or a text of one token. Default: the full vocabulary.

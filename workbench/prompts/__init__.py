@@ -1,4 +1,4 @@
-"""Questions to one model about one prompt: functions of a model and a tokenised prompt, imported (with torch) once asked for.
+"""Analyses of one model on one tokenised prompt; torch is imported at first use.
 
 from workbench import prompts
 

@@ -108,9 +108,9 @@ def edit_sweep(
 ) -> Sweep:  # fmt: skip
     """One edit without layer (and head), set at each in turn: a forward pass for each cell.
 
-    Heads are key-value heads where values, keys or what arrives is edited, query heads elsewhere. `answer`: a token, as id
-    or text, whose logit and probability after the prompt are followed. Raises as `edited`; `BadData` for several prompts
-    and an answer of several tokens; `WorkbenchError` where the edit names its layers, or has no heads to tell apart.
+    Heads are key-value heads if the edit changes keys or values, query heads otherwise. `answer`: a token, as id
+    or text; the sweep has its logit and probability after the prompt. Raises the errors of `edited`; `BadData` for several prompts
+    or an answer of several tokens; `WorkbenchError` if the edit names its layers, or has no heads.
     """
     refuse_unknown("over", over, ("layer", "layer x head"))
     inputs, edits = _inputs(model, single_prompt(model, prompt, least=1), other, means), as_edits(kind)

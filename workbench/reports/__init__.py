@@ -1,1 +1,1 @@
-"""Pages that say in sentences what records show: the X-ray of one model, the report of a folder of runs."""
+"""Pages on measured records: the X-ray of one model, and the report of a folder of runs."""

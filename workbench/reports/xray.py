@@ -136,9 +136,9 @@ def xray(
     """Answer the four questions for a run, a checkpoint's path, a model, or an observed module.
 
     Args:
-        thing: what to look at; a run is compared with its own step 0 where it has one.
-        data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents, or, where the model
-            has a tokenizer, prose of Python's standard library. Ids are halved: one half for the table of token means.
+        thing: a run or a model; a run is compared with its own step 0 if it has one.
+        data: ids [n, T], a file or folder of text, a `.bin` file of ids; default the run's own validation documents. A model with a
+            tokenizer but without documents reads prose of Python's standard library. Ids are halved: one half for the table of token means.
         n: documents, T: tokens per document. progress: called with the current metric. announce: called with the cost before the start.
         layers: values are also replaced layer by layer, by a table of more tokens: two passes for each layer and some more.
 
