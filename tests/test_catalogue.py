@@ -13,10 +13,15 @@ from damaging import in_entries
 from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
-from workbench.errors import UnknownName
+from workbench.claims.collect import find_runs
+from workbench.config import ModelConfig, TrainConfig
+from workbench.data.sources import RepeatedData
+from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.catalogue import KIND, catalogue, differing_settings
 from workbench.runs.index import INDEX, Index
-from workbench.runs.run import Run
+from workbench.runs.records import load_records, records, write_parquet
+from workbench.runs.run import STUDY, Run, list_runs
+from workbench.training.loop import create
 
 
 @pytest.fixture
@@ -204,3 +209,50 @@ def test_closed_folders_are_somebody_elses_and_a_closed_folder_of_runs_is_said(r
     found = catalogue(runs)
     assert not found.entries
     assert "Permission denied" in found.problems[runs.name]
+
+
+def test_numbers_have_the_name_that_their_folder_has_now(runs):
+    """Of two runs that swapped their names, none shows the other's numbers as its own."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        common = {"run": name, "architecture": "transformer", "seed": 0, "step": 20, "value": value, "provenance": "{}"}
+        write_parquet(records([common | {"metric": "loss"}]), runs / name / "records" / "aa-bb.parquet")
+        lost = common | {"metric": "validation_loss"}
+        write_parquet(records([lost]), runs / name / "telemetry" / "000000-000021.parquet")
+    for old, new in (("a", "c"), ("b", "a"), ("c", "b")):
+        (runs / old).rename(runs / new)
+    named = load_records([runs / "a", runs / "b"])
+    assert dict(zip(named["run"], named["value"], strict=True)) == {"a": 2.0, "b": 1.0}
+    assert set(Run.open(runs / "a").telemetry()["run"]) == {"a"}
+
+
+def test_of_two_runs_with_one_name_one_is_left_out_and_an_analysis_of_both_is_refused(runs, tmp_path):
+    study = runs / "study"
+    dashboard.run(study, "a", "svformer", 0, "text")
+    (study / STUDY).write_text("{}")
+    found, (listed, problems) = catalogue(runs), list_runs(runs)
+    assert [(e.name, e.architecture) for e in found.entries] == [("a", "transformer"), ("b", "resformer")]
+    assert "has the same name" in found.problems["study/a"]
+    assert [run.path for run in listed] == [runs / "a", runs / "b"]
+    assert "has the same name" in problems[str(study / "a")]
+    assert catalogue(runs, found).entries == found.entries
+    for folder in (runs, study):
+        for run in list_runs(folder)[0]:
+            write_parquet(records([]), run.path / "telemetry" / "000000-000021.parquet")
+    with pytest.raises(BadData, match="has the same name"):
+        find_runs([runs / "a", study / "a"])
+
+
+def test_no_run_is_begun_in_a_folder_with_files_of_another(runs):
+    (runs / "a" / "run.json").unlink()
+    shape = ModelConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=24, d_vocab=64, n_ctx=128)
+    with pytest.raises(WorkbenchError, match=r"files of a run whose run\.json is gone"):
+        create(
+            "a",
+            runs,
+            architecture="transformer",
+            model=shape,
+            train=TrainConfig(steps=2, batch=2, T=16),
+            data=RepeatedData(),
+            seed=1,
+            options={},
+        )

@@ -149,7 +149,9 @@ def test_every_setting_of_a_claim_counts_and_contradictory_ones_leave_it_unresol
     assert (several.status, several.sentence, several.factor) == ("unresolved", "a", 1.0)
     assert [s.status for s in several.settings] == ["unresolved", "refuted", "supported"]
     assert several.contradictory
-    assert "which contradict each other: A: unresolved; B: refuted; C: supported." in several.details
+    assert (
+        "Verdicts by setting: A: unresolved; B: refuted; C: supported. They contradict each other." in several.details
+    )
     found, other = corrected([several, Verdict("supported", "d", p=0.04)])
     assert [s.status for s in found.settings] == ["unresolved", "refuted", "unresolved"]
     assert (found.status, found.alone, other.status) == ("unresolved", "unresolved", "unresolved")
@@ -185,7 +187,7 @@ def test_all_comparable_settings_are_judged_and_contradictions_told():
     found = judged("lower_loss", worse + better, (), told + more)
     assert found.status == "unresolved"
     by_setting = "rate 0.002, 20.0 tokens per parameter: refuted; rate 0.001, 20.0 tokens per parameter: supported"
-    assert f"contradict each other: {by_setting}." in found.details
+    assert f"Verdicts by setting: {by_setting}. They contradict each other." in found.details
 
 
 def test_the_chance_of_a_decision_by_hand():

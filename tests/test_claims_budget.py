@@ -163,7 +163,10 @@ def test_of_tested_settings_the_longest_training_leads_whatever_its_outcome(deci
     assert [s.status for s in found.settings] == (statuses if decided == "strong" else statuses[::-1])
     assert found.status == found.settings[0].status
     assert found.factor == pytest.approx(2.0 if decided == "strong" else 1.0)
-    assert "the first of 2 settings: 1500 steps, 100.0 tokens per parameter: " in found.details
+    assert (
+        "the first of 2 that were tested. Verdicts by setting: 1500 steps, 100.0 tokens per parameter: "
+        in found.details
+    )
     assert found.table["n"].iloc[0] == 3
 
 
@@ -212,7 +215,9 @@ def test_a_study_measured_in_part_is_in_no_verdict():
     rows = per_layer([*whole, *part[:3], *own], "token_similarity", lambda of, n: 0.5, site="stream")
     narrowed, told = evidence(made, rows).measured_on_all(["token_similarity", "loss"], ["transformer", "neutreno"])
     assert set(narrowed.runs["run"]) == {of["run"] for of in [*whole, *own]}
-    assert told == " Left out, since measured in part: b (token_similarity on 3 of 4 runs)."
+    assert (
+        told == " Studies left out because only some of their runs have a measure: b (token_similarity on 3 of 4 runs)."
+    )
     found = judged("neutreno_smooths_less", made, rows)
     assert told.strip() in found.sentence
 

@@ -13,7 +13,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
-from workbench.reports.model_card import HARNESS, push_to_hub
+from workbench.reports.model_card import HARNESS, losses_text, push_to_hub
+from workbench.runs.run import Run
 
 FOUND = {
     "alias": "arc_easy",
@@ -48,6 +49,14 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     made = [training_runs.start(root, name=f"resformer-s{seed}", seed=seed, lambda_v1=0.3) for seed in (0, 1)]
     return [*made, training_runs.start(root, "transformer")]
+
+
+def test_a_copy_of_a_run_is_no_second_seed_of_the_card(runs, tmp_path):
+    for run, name in zip((*runs[:2], runs[0]), ("a", "b", "copy"), strict=True):
+        shutil.copytree(run.path, tmp_path / name)
+    losses = [one.telemetry("metric == 'validation_loss' and step == 8")["value"].iloc[0] for one in runs[:2]]
+    assert f"| {sum(losses) / 2:.4f} (" in losses_text(Run.open(tmp_path / "a"), 8)
+    assert ", 2 |" in losses_text(Run.open(tmp_path / "a"), 8)
 
 
 def test_a_step_goes_up_with_its_card_and_opens_there(runs, tmp_path):

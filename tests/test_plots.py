@@ -57,6 +57,16 @@ def test_a_baseline_is_that_of_the_trained_model_and_no_mean_with_random_init():
     assert set(line.y) == {1.0}
 
 
+def test_a_baseline_that_differs_between_models_is_named_as_their_mean():
+    frame = of(rows(architectures=("transformer", "resformer")), "importance_entropy")
+    control = frame["control"].notna()
+    assert named(plots.plot(frame), "uniform causal")
+    frame.loc[control, "value"] = np.where(frame.loc[control, "architecture"] == "resformer", 3.0, 1.0)
+    (line,) = named(plots.plot(frame), "uniform causal, mean over models")
+    assert set(line.y) == {2.0}
+    assert "uniform causal, mean over models" in line.hovertemplate
+
+
 def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
     many = plots.plot(of(rows(), "token_identity_share", site="v", step=20))
     (band,) = named(many, "ResFormer band")
@@ -88,6 +98,16 @@ def test_a_profile_has_no_panel_for_a_matrix_without_layers():
 
     titles = [note.text for note in plots.plot(rows(what=norms), form="profile").layout.annotations]
     assert titles == ["W_V", "attention 0 to MLP 1"]
+
+
+def test_two_runs_of_one_seed_count_as_one_seed():
+    frame = of(rows(architectures=("transformer",)), "importance_entropy", step=20)
+    again = frame[frame["seed"] == 1].assign(run="again", value=9.0)
+    figure = plots.plot(pd.concat([frame, again], ignore_index=True), spread="ci")
+    (line,) = [t for t in named(figure, "Transformer") if t.mode == "lines+markers"]
+    first, second = (frame.loc[(frame["seed"] == s) & frame["control"].isna(), "value"].to_numpy() for s in (0, 1))
+    np.testing.assert_allclose(line.y, (first + (second + 9.0) / 2) / 2)
+    assert "2 seeds per model" in figure.layout.title.subtitle.text
 
 
 def test_a_line_whose_points_have_different_numbers_of_seeds_says_so():
@@ -231,6 +251,14 @@ def test_whiskers_of_an_ablation_are_the_seed_range_or_the_standard_error_and_sa
     assert "whisker: range over seeds" in both.layout.title.subtitle.text
     assert "whisker: standard error over documents" in one.layout.title.subtitle.text
     assert [list(t.error_y.array) for t in one.data[:2]] == [[0.03, 0.03]] * 2
+
+
+def test_an_ablation_at_several_steps_draws_the_last_one_and_no_mean_over_training():
+    frame = rows()
+    early = frame.assign(step=0, value=frame["value"] + 10)
+    figures = [plots.ablation(each) for each in (frame, pd.concat([early, frame]))]
+    assert [list(t.y) for t in figures[1].data] == [list(t.y) for t in figures[0].data]
+    assert [list(t.error_y.array) for t in figures[1].data] == [list(t.error_y.array) for t in figures[0].data]
 
 
 def test_relative_pairs_by_seed():

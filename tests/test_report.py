@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from types import SimpleNamespace
 
 import dashboard
 import pytest
@@ -11,24 +12,30 @@ from workbench import files
 from workbench.claims.analysis import Analysis, write_page
 from workbench.claims.collect import stored
 from workbench.claims.judging import chosen, judge, with_figure
+from workbench.claims.verdict import Verdict
 from workbench.places import SHIPPED
+from workbench.reports import folder
 from workbench.reports.folder import series_by_run, write_report
+from workbench.runs import trackers
 from workbench.runs.catalogue import catalogue
+from workbench.runs.records import records, write_parquet
+from workbench.runs.run import Run
 from workbench.storage.packed import unpacked
+from workbench.studies.runner import outcomes
 from workbench.views import Link, Source, start
 
 
 @pytest.mark.slow
 def test_report_demo_and_page_of_claims_say_the_same_of_one_race(populated, tmp_path):
     """SVFormer copies seven steps before the vanilla model in each of three seeds; the control on the keys is not there."""
-    name, folder = "value_paths_speed_up_induction", tmp_path / "runs"
+    name, runs = "value_paths_speed_up_induction", tmp_path / "runs"
     for path in populated.glob("race-*"):
-        dashboard.copied(path, folder / path.name)
-    (story,) = [j for j in start.judgements(Source(folder), Link("start")) if j.claim.name == name]
+        dashboard.copied(path, runs / path.name)
+    (story,) = [j for j in start.judgements(Source(runs), Link("start")) if j.claim.name == name]
     assert story.verdict.status == "unresolved"
-    evidence, _ = stored(catalogue(folder).entries)
+    evidence, _ = stored(catalogue(runs).entries)
     analysis = Analysis(tuple(with_figure(j, evidence) for j in judge(evidence, chosen(claims=[name]))), evidence, {})
-    pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(folder, tmp_path / "report.html")]
+    pages = [write_page(analysis, tmp_path, "workbench analyze"), write_report(runs, tmp_path / "report.html")]
     for page in pages:
         text = page.read_text().replace("−", "-").replace("\xa0", " ")
         article = re.search(rf'<article class="(\w+)" id="{name}">.*?</article>', text, re.DOTALL)
@@ -63,3 +70,41 @@ def test_the_report_averages_no_runs_of_two_experiments():
     first, second = named.values()
     assert "transformer · start token none" in first | second
     assert not first & second
+
+
+def test_no_number_is_the_mean_of_two_sets_of_documents(tmp_path, monkeypatch):
+    """The report, a study's outcome, the runs behind a claim and an exported log take the later and larger set, as pages do."""
+    common = dashboard.run(tmp_path, "text-transformer-s0", "transformer", 0, "text")
+    common |= {"metric": "sink_mass", "layer": 0, "head": 0, "unit": "share", "data": "validation"}
+    rows = [
+        common | {"step": step, "value": value, "n": n, "provenance": dashboard.known(data=data, version=1)}
+        for data, n, values in (("few", 8, (0.9, 0.9, 0.9)), ("many", 64, (0.1, 0.4, 0.6)))
+        for step, value in zip(dashboard.STEPS, values, strict=True)
+    ]
+    place = tmp_path / "text-transformer-s0"
+    write_parquet(records(rows), place / "records" / "aa-bb.parquet")
+    loss = common | {"metric": "validation_loss", "layer": None, "head": None, "unit": "nats"}
+    write_parquet(records([loss | {"step": 20, "value": 3.0}]), place / "telemetry" / "000000-000021.parquet")
+    drawn = []
+    plot = folder.plots.plot
+    monkeypatch.setattr(folder.plots, "plot", lambda frame, **options: drawn.append(frame) or plot(frame, **options))
+    write_report(tmp_path, tmp_path / "report.html")
+    (masses,) = [frame["value"].tolist() for frame in drawn if set(frame["metric"]) == {"sink_mass"}]
+    assert masses == [0.1, 0.6]
+    sent = []
+    monkeypatch.setattr(trackers, "installed_trackers", lambda to: [to])
+    monkeypatch.setattr(trackers, "open_trackers", lambda *_: [])
+    monkeypatch.setattr(trackers, "send_rows", lambda _, frame: sent.append(frame))
+    trackers.export_log(Run.open(place), "x", ["sink_mass"])
+    assert sent[0]["value"].tolist() == [0.1, 0.4, 0.6]
+    source = Source(tmp_path)
+    claim = next(c for c in chosen() if c.name == "sharing_values_delays_the_sink")
+    behind = start.Judgement(claim, Verdict("unresolved", "", runs=("text-transformer-s0",)), ())
+    table, seen = start.runs_behind(source, behind)
+    assert table["last sink mass, strongest head"].tolist() == [0.6]
+    assert seen.loc[seen["metric"] == "sink_mass", "value"].tolist() == [0.1, 0.4, 0.6]
+    study = SimpleNamespace(outcome="sink_step")
+    cell = SimpleNamespace(model="transformer", point={}, architecture="transformer")
+    planned = SimpleNamespace(cell=cell, seed=0, name="text-transformer-s0", runs=str(tmp_path))
+    (step,) = outcomes(study, [planned], {})["sink_step"]
+    assert step == pytest.approx(14.0), "halfway between steps 8 and 20"

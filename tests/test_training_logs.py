@@ -115,6 +115,64 @@ def test_a_line_with_two_meanings_is_left_out_with_the_reason(tmp_path, line, le
     assert [why for why in numbers.skipped if left_out in why], numbers.skipped
 
 
+@pytest.mark.parametrize(
+    ("line", "left_out"),
+    [
+        ("step 100 loss 3,245", "loss has a comma"),
+        ("step 1.000 loss 3.2", "the step is no number"),
+        ("step 100 loss 1.2 (bpb)", "loss has the unit bpb"),
+        ("step 100 loss 1.2 bits/byte", "loss has the unit bits/byte"),
+        ("step 100 loss 1.2 bit per char", "loss has the unit bit per char"),
+        ("step 100 lr 3.0 e-4", "lr has the unit e-4"),
+        ("step 100 lr 3.0 x 10^-4", "lr has the unit x 10^-4"),
+        ("step 100 [avg] loss 3.1", "the loss is a running mean"),
+    ],
+)
+def test_a_number_with_another_unit_or_power_of_ten_is_left_out(tmp_path, line, left_out):
+    (run,), numbers = curves(written(tmp_path / "out.log", f"step 0 loss 9.0 lr 0.1\n{line}\n"))
+    assert run == {"train_loss": {0: 9.0}, "learning_rate": {0: 0.1}}
+    assert any(reason.startswith(left_out) for reason in numbers.skipped)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("step,loss\n1,000,3.5\n2,000,3.4\n", "more cells than the header"),
+        ("step,loss,\n1,3.5,\n2,3,4\n", None),
+        ("step,train_loss,val_loss\n1,3.0,3.1\nstep,val_loss,train_loss\n2,2.8,2.7\n", "second header"),
+        ("step\tloss\n1.000\t3.5\n2.000\t3.4\n", "two ways"),
+    ],
+)
+def test_a_table_whose_cells_do_not_fit_its_header_is_refused(tmp_path, text, words):
+    path = written(tmp_path / ("a.tsv" if "\t" in text else "a.csv"), text)
+    if words is None:
+        assert one(path)["train_loss"] == {1: 3.5, 2: 3.0}, "as many cells as names"
+    else:
+        with pytest.raises(BadData, match=words):
+            curves(path)
+
+
+def test_the_least_loss_is_no_time_and_a_time_needs_its_unit(tmp_path):
+    path = written(tmp_path / "a.csv", "step,loss,val_loss_min,loss_s,step_time,step_time_ms\n1,3.0,3.1,2,300,300\n")
+    assert one(path) == {"train_loss": {1: 3.0}, "seconds_per_step": {1: 0.3}}
+
+
+@pytest.mark.parametrize("flag", [{"type": "eval"}, {"event": "validation"}, {"is_val": True}])
+def test_a_row_that_names_an_evaluation_has_no_training_loss(tmp_path, flag):
+    rows = [{"step": step, "loss": 5 - step} for step in range(4)] + [{"step": 2, "loss": 4.0} | flag]
+    path = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert one(path) == {"train_loss": {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0}, "validation_loss": {2: 4.0}}
+
+
+def test_a_log_that_begins_inside_another_one_is_pointed_out(tmp_path):
+    for name, steps in {"first": range(0, 11), "second": range(8, 21), "other": range(0, 21)}.items():
+        written(tmp_path / "logs" / f"{name}.log", "".join(f"step {i} loss {9 - i / len(name)}\n" for i in steps))
+    notes = import_logs([tmp_path / "logs"], tmp_path / "runs").notes
+    assert [note for note in notes if "begins" in note] == [
+        "second.log begins at step 8, inside first.log; if it continues that run, join the files, else they count as two seeds"
+    ]
+
+
 def test_steps_and_losses_are_read_through_colours_quotes_and_separators(tmp_path):
     text = (
         "\x1b[32mstep 1_000\x1b[0m: loss \x1b[31m3.0\x1b[0m\r10%| | step 1,010/5,000 loss=2.9\r{'loss': 2.8, 'step': 1020}\n"

@@ -204,7 +204,7 @@ def test_attention_opens_on_the_head_with_most_attention_to_the_first_token_at_a
     assert attention.attention_options(ask, link.but(head=0)).head == 0
 
 
-def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path):
+def test_heads_have_the_type_that_their_measures_stored_at_the_step_give(populated, tmp_path):
     source = dashboard.kept(dashboard.copied(populated, tmp_path / "runs"))
     common = {
         "run": "text-resformer-s0",
@@ -218,6 +218,7 @@ def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path
                ("induction_score", "previous"): [[0.1, 0.1], [0.7, 0.1]]}  # fmt: skip
     rows = [common | {"metric": m, "variant": v, "layer": n, "head": h, "value": values[n][h]}
             for (m, v), values in planted.items() for n in range(2) for h in range(2)]  # fmt: skip
+    rows += [row | {"step": 0, "value": 0.1} for row in rows if row["metric"] == "sink_mass"]
     path = source.folder / "text-resformer-s0" / "records"
     for file in path.glob("*.parquet"):
         file.unlink()
@@ -225,10 +226,12 @@ def test_heads_have_the_type_that_their_stored_measures_give(populated, tmp_path
     entry = source.catalogue().entry("text-resformer-s0")
     types = heads.head_types(source, [entry])
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [types[entry.name, n, h] for n, h in places] == ["sink", "induction", "previous token", "other"]
+    assert [types[entry.name, 20, n, h] for n, h in places] == ["sink", "induction", "previous token", "other"]
     table = heads.ranked(source, Link.parse("heads?metric=sink_mass&end=type&models=resformer&find=s0"))
     by_type = [(kind, layer, head) for kind, layer, head in table[["type", "layer", "head"]].itertuples(index=False)]
     assert by_type == [("sink", 0, 0), ("previous token", 1, 0), ("induction", 0, 1), ("other", 1, 1)]
+    before = heads.ranking(source, Link.parse("heads?metric=sink_mass&end=type&models=resformer&find=s0&step=0"))
+    assert set(before.table["type"]) == {"other"}, "none was a sink at step 0"
 
 
 def test_parts_of_the_sink_sum_to_the_scores_of_every_checkpoint(populated):

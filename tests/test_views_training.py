@@ -178,7 +178,7 @@ def test_long_curves_are_thinned_to_means_of_neighbouring_steps():
     assert kept["value"].tolist() == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert thinned(frame, most=10) == (frame, 1) or thinned(frame, most=10)[1] == 1
     figure = curves([pd.concat([frame.assign(step=frame["step"] + 10 * i) for i in range(100)])], title="t")
-    assert "each point the mean of 2 steps" in figure.layout.title.subtitle.text
+    assert "each point the mean of all records within 2 steps" in figure.layout.title.subtitle.text
 
 
 def test_a_difference_of_curves_keeps_the_steps_both_have():

@@ -225,6 +225,7 @@ def test_ids_are_halved_between_the_table_and_the_measurement(tiny):
     ids = torch.randint(61, (12, 40), generator=torch.Generator().manual_seed(0))
     found = xrays.xray(model, ids)
     assert set(found.records["n"].dropna()) == {6}
+    assert found.command == "", "no command can read ids in memory"
     assert found.answers[3].sentence.startswith("It has a value path already (ResFormer)")
     with pytest.raises(BadData, match="4 sequences or more"):
         xrays.xray(model, ids[:2])

@@ -28,7 +28,7 @@ from workbench.places import absent_studies
 from workbench.runs.catalogue import DAMAGE, Entry
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet, records
 from workbench.runs.records import facts as origin
-from workbench.runs.run import Run, list_runs
+from workbench.runs.run import SAME_NAME, Run, list_runs
 from workbench.runs.table_cache import BATCH, RecordCache, TableCache, TelemetryCache
 from workbench.statistics.loss_curves import step_at_loss
 from workbench.storage.locations import locate
@@ -58,6 +58,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
             absent = str(path) in absent_studies() and "not in this installation; `workbench data` adds it"
             problems[str(path)] = absent or "no such run or folder"
     finished, unusable = usable(dict.fromkeys(runs))
+    named = dict[str, Run]()
+    for run in finished:
+        if named.setdefault(run.name, run) is not run:
+            raise BadData(f"{run.path}: {SAME_NAME.format(named[run.name].path)}")
     problems |= unusable
     if not finished:
         why = "; ".join(f"{name}: {reason}" for name, reason in problems.items())
@@ -232,7 +236,7 @@ def samples_of(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     """Return the loss per document behind a run's records, for pairing documents."""
     keys = set(frame.loc[frame["metric"] == "loss", "provenance"])
     files = sorted((run.path / "records").glob("*.samples.parquet")) if keys else []
-    samples = read_parquet(files, SAMPLE_COLUMNS)
+    samples = read_parquet(files, SAMPLE_COLUMNS).assign(run=run.name)  # also of a renamed one
     return samples[(samples["metric"] == "loss") & samples["provenance"].isin(keys)]
 
 
@@ -278,8 +282,7 @@ def evidence(gathered: dict[Run, Gathered], data: Any = None) -> Evidence:
     """Return the evidence of measured runs."""
     table = pd.DataFrame([run_facts(run, data) for run in gathered], columns=list(RUN_COLUMNS))
     label = dict(zip(table["run"], table["model"], strict=True))
-    # a copy has its first name
-    written = [run.telemetry(f"metric in {TELEMETRY}").assign(run=run.name) for run in gathered]
+    written = [run.telemetry(f"metric in {TELEMETRY}") for run in gathered]
     parts = [f for f, _, _ in gathered.values()], written, [s for _, s, _ in gathered.values()]
     frames = [pd.concat(full, ignore_index=True) if (full := [f for f in p if len(f)]) else records([]) for p in parts]
     seed = seeds_of(table, told_apart(frames[1], frames[0]))

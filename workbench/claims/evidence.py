@@ -166,7 +166,9 @@ class Evidence:
                 if not each.all() and study not in lacking:
                     lacking.add(str(study))
                     parts += [f"{study} ({metric} on {each.sum()} of {len(each)} runs)"] if each.any() else []
-        left_out = f" Left out, since measured in part: {', '.join(parts)}." if parts else ""
+        left_out = (
+            f" Studies left out because only some of their runs have a measure: {', '.join(parts)}." if parts else ""
+        )
         kept = self.runs[~self.runs["study"].isin(lacking)]
         return replace(self, runs=kept, sweeps=self.runs) if lacking else self, left_out
 

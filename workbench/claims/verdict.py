@@ -74,10 +74,9 @@ class Verdict:
         parts = [self.sentence, more if self.untested else ""]
         if self.settings:
             by_setting = "; ".join(f"{s.name}: {STATUSES[s.status]}" for s in self.settings)
-            contrary = ", which contradict each other" if self.contradictory else ""
-            parts.insert(
-                1, f"These are the numbers of the first of {len(self.settings)} settings{contrary}: {by_setting}."
-            )
+            contrary = " They contradict each other." if self.contradictory else ""
+            first = f"All numbers above are of one setting, the first of {len(self.settings)} that were tested."
+            parts.insert(1, f"{first} Verdicts by setting: {by_setting}.{contrary}")
         return " ".join(filter(None, parts))
 
     @property

@@ -57,7 +57,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
         rows, "loss of the tokens that can be copied from earlier ones", *sorted(legend.bands),
-        f"each point the mean of {width} steps" if width > 1 else "", "dotted: half of the loss at the start",
+        f"each point the mean of all records within {width} steps" if width > 1 else "", "dotted: half of the loss at the start",
         "ring: a seed crosses it",
     )  # fmt: skip
     return dressed(figure, "Copy loss", under, 340)
@@ -74,9 +74,13 @@ def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def ablation(frame: pd.DataFrame) -> go.Figure:
-    """Plot the change of the loss when values are replaced by their token mean or zero, by layer and in all deep layers."""
+    """Plot the change of the loss when values are replaced by their token mean or zero, by layer and in all deep layers.
+
+    Of a run that was measured at several steps, the last one is drawn.
+    """
     of_values = frame["metric"].str.endswith("value_ablation")
     rows = checked(frame[of_values & frame["variant"].isin(["token_mean", "zero"])])
+    rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     deep = after_the_first(rows)
     names = ordered(deep["architecture"])
     titles = [label(n) for n in names]

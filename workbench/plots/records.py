@@ -347,11 +347,19 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: fl
     return white
 
 
+def _seeds(rows: pd.DataFrame) -> str:
+    """Return the column that tells repetitions of a model apart: the seed, or the run where a seed is unknown."""
+    return "seed" if rows["seed"].notna().all() else "run"
+
+
 def _curve(
     rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False, spread: str = "range"
 ) -> tuple[pd.DataFrame, str, bool]:
-    """Return mean, low and high over seeds (`paired`: over paired differences) at each x, their caption, and whether seeds vary."""
-    runs = rows.pivot_table(index=x, columns="run", values="value", aggfunc="mean").sort_index()
+    """Return mean, low and high over seeds (`paired`: over paired differences) at each x, their caption, and whether seeds vary.
+
+    Runs of one seed are averaged first, as they share their initial weights and batches.
+    """
+    runs = rows.pivot_table(index=x, columns=_seeds(rows), values="value", aggfunc="mean").sort_index()
     if smooth > 1:
         runs = runs.rolling(smooth, min_periods=1, center=True).mean()
     mean, n = runs.mean(axis=1), runs.shape[1]
@@ -396,7 +404,7 @@ def lines(
             if band and alone:
                 band = "one pair of runs, ± standard error with the documents of A and B taken as independent"
             note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
-            seeds = part.groupby(x)["run"].nunique()
+            seeds = part.groupby(x)[_seeds(part)].nunique()
             few = f"{label(architecture)}: {seeds.min()} to {seeds.max()} seeds, depending on the {x}"
             legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
             legend.bands.add(few if of_seeds and seeds.min() < seeds.max() else "")
@@ -406,6 +414,8 @@ def lines(
         controls = controls[controls["step"].eq(controls.groupby("run")["step"].transform("max"))]
     for control, part in controls.groupby("control"):
         line, name = part.groupby(x)["value"].mean(), CONTROLS.get(str(control), words(control))
+        by_model = part.groupby([x, "architecture"])["value"].mean().groupby(level=0)
+        name += ", mean over models" if (by_model.max() - by_model.min()).max() > EQUAL else ""
         figure.add_scatter(
             x=line.index, y=line, mode="lines", name=name, line={"color": GREY, "dash": DASHES.get(str(control), "longdash"), "width": 1.6},
             legendgroup=str(control), showlegend=str(control) not in legend.names, meta=CONTROL,

@@ -77,7 +77,9 @@ def curves(
         figure.update_xaxes(dtick="D2")
     if max(widths) > 1:
         under = figure.layout.title.subtitle.text
-        figure.update_layout(title_subtitle_text=f"{under}; each point the mean of {max(widths)} steps")
+        figure.update_layout(
+            title_subtitle_text=f"{under}; each point the mean of all records within {max(widths)} steps"
+        )
     return figure
 
 
@@ -189,7 +191,7 @@ def gradient_maps(
         order += list(norms[norms["part"] == part].sort_values("layer")["row"].unique())
     tables = [(name, rows.pivot_table(index="row", columns="step", values="value")) for name, rows, _ in thin]
     grids = [(name, _log10(table).reindex(order)) for name, table in tables]
-    caption = f"each column the mean of {width} steps" if width > 1 else ""
+    caption = f"each column the mean of all records within {width} steps" if width > 1 else ""
     told = norms if told is None else told
     under = subtitle(told, "each matrix: the first layer below", *_reading(told), caption)
     height = max(180, min(9 * max(len(grid) for _, grid in grids), 560))

@@ -20,7 +20,7 @@ from workbench.errors import BadCheckpoint, BadData
 from workbench.models.registry import architecture_label
 from workbench.plots.page import Page, folded, heading, numbers_html, paragraph
 from workbench.runs.catalogue import Entry, catalogue, differing_settings
-from workbench.runs.records import load_records
+from workbench.runs.records import load_records, one_sample
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.formation import formation_steps
 
@@ -62,7 +62,7 @@ def write_report(runs: Path, out: Path) -> Path:
         try:
             records = load_records([run.path])
             samples_of(run, records)
-            tables[run] = records, run.telemetry()
+            tables[run] = one_sample(records), run.telemetry()
         except BadCheckpoint as error:
             problems[run.name] = str(error)
     if not (readable := list(tables)):
@@ -146,12 +146,15 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
         rows = rows[rows["step"].isna() | (rows["step"] == 0) | (rows["step"] == last)]
         if len(rows):
             page.add(page.figure(plots.narrow(plots.plot(rows, form="profile")), caption), numbers_html(rows))
-    for metric, table, draw, caption in (
-        ("gradient_norm", text, plots.gradient_map, "Gradient norms by matrix and layer (table: the last step)."),
-        ("coefficient", telemetry, plots.coefficients_figure, "Learned coefficients: DenseFormer's averages."),
-    ):
-        if len(rows := table[table["metric"] == metric]):
-            page.add(page.figure(draw(rows), caption), numbers_html(rows[rows["step"] == rows["step"].max()]))
+    parts = [(text[text["metric"] == "gradient_norm"], plots.gradient_map, "Gradient norms by matrix and layer")]
+    learned = telemetry[telemetry["metric"] == "coefficient"]
+    for name in plots.ordered(learned["architecture"]):
+        part = learned[learned["architecture"] == name]
+        parts.append((part, plots.coefficients_figure, f"Learned coefficients, {architecture_label(name)}"))
+    for table, draw, caption in parts:
+        if len(table):
+            ends = table[table["step"] == table.groupby("run")["step"].transform("max")]
+            page.add(page.figure(draw(table), f"{caption} (table: the last step)."), numbers_html(ends))
 
 
 def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict[str, str]) -> None:

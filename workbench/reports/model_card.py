@@ -115,7 +115,7 @@ def losses_text(run: Run, step: int) -> str:
         return ""
     lines = []
     for data, own in mine.groupby("data"):
-        every = rows[rows["data"] == data]["value"].astype(float)
+        every = rows[rows["data"] == data].groupby("seed")["value"].mean().astype(float)  # copies of a run are one seed
         seeds = f"{every.mean():.4f} ({every.min():.4f} to {every.max():.4f}), {len(every)}" if len(every) > 1 else "1"
         row = own.iloc[0]
         lines.append((data, f"{row['value']:.4f}", f"{row['se']:.4f}", f"{row['n']}", seeds))
@@ -125,10 +125,9 @@ def losses_text(run: Run, step: int) -> str:
 
 def _validated(run: Run, step: int) -> pd.DataFrame:
     try:
-        rows = run.telemetry(f"metric == 'validation_loss' and step == {step}")
+        return run.telemetry(f"metric == 'validation_loss' and step == {step}")
     except BadCheckpoint:
-        return pd.DataFrame(columns=["run", "data", "value", "se", "n"])
-    return rows.assign(run=run.name)
+        return pd.DataFrame(columns=["run", "seed", "data", "value", "se", "n"])
 
 
 def evaluation(path: Path, asked: bool = True) -> str:

@@ -150,7 +150,7 @@ def xray(
     subject = run_or_model(thing, device)
     given = f" --text {data}" if isinstance(data, str | Path) else ""
     given += (f" --documents {n}" if n != DOCUMENTS else "") + (f" --length {T}" if T else "") + " --layers" * layers
-    length, data = _length(subject, T, data), xray_data(subject, data, n, T)
+    source, length, data = data, _length(subject, T, data), xray_data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in measurable(length)]
     if _no_loss(subject, data):
         names = [m for m in names if m not in ("loss", TOGETHER, BY_LAYER)]
@@ -179,7 +179,9 @@ def xray(
         path = paths_in_words(fitted)
     result = answers(frame, _reasons(subject, data), path, token_name(subject))
     coverage = "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)
-    return XRay(name, tuple(result), frame, f"workbench xray {where}{given}", coverage)
+    in_files = isinstance(thing, str | Path | Run) and (source is None or isinstance(source, str | Path))
+    command = f"workbench xray {where}{given}" if in_files else ""  # none that gives other numbers
+    return XRay(name, tuple(result), frame, command, coverage)
 
 
 def sinks_elsewhere(frame: pd.DataFrame) -> bool:

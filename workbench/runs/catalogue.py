@@ -24,7 +24,7 @@ from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.files import digest
 from workbench.runs.index import Index, IndexRow
 from workbench.runs.records import metrics_of
-from workbench.runs.run import MAX_WHOLE, Run, is_locked, is_run, is_study
+from workbench.runs.run import MAX_WHOLE, SAME_NAME, Run, is_locked, is_run, is_study
 from workbench.storage import mirror
 
 KIND, VERSION = "catalogue", "9"
@@ -163,7 +163,11 @@ def catalogue(folder: str | Path, known: Catalogue | None = None) -> Catalogue:
             newest, many = _tables(entry.path)
             old.turn, left = old.turn + 1, left - many - 1
             rewritten |= {entry.path} if newest != entry.stamp[len(PLACES)] else set()
+    named = dict[str, str]()
     for path in folders:
+        if (same := named.setdefault(Path(path).name, path)) != path:
+            problems[_shown(path.removeprefix(f"{root}/"))] = _shown(SAME_NAME.format(same))
+            continue
         before = old.by_path.get(path)
         if before and before.settled and before.stamp[: len(PLACES)] == _stamp(path) and path not in rewritten:
             entries.append(before)

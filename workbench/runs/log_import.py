@@ -114,6 +114,7 @@ def import_logs(
     else:
         labels = [_registered(architecture) if architecture else log.setting or name for log in logs]
     logs, labels = _distinct(logs, labels, notes)
+    notes += _continuing(logs, labels)
     seeds, counts = [], Counter[str]()
     for label in labels:
         seeds.append(counts[label])
@@ -241,6 +242,19 @@ def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) 
             more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
             notes.append(f"{words}: {', '.join(names[:TOLD])}{more}")
     return [logs[i] for i in distinct], list(distinct.values())
+
+
+def _continuing(logs: Sequence[_LogRun], labels: Sequence[str]) -> list[str]:
+    """Return a note for each log that begins inside another one of its setting and ends later: a resumed run is one run."""
+    ends, notes = [[f([s[at] for s, _ in log.curves.values()]) for f, at in ((min, 0), (max, -1))] for log in logs], []
+    for log, label, (first, last) in zip(logs, labels, ends, strict=True):
+        for other, theirs, (begin, end) in zip(logs, labels, ends, strict=True):
+            if label == theirs and begin < first <= end < last:
+                notes.append(
+                    f"{log.name} begins at step {first:,}, inside {other.name}; if it continues that run, join the files, "
+                    "else they count as two seeds"
+                )
+    return notes[:TOLD]
 
 
 def _read_and_left(where: str, counts: Mapping[str, int], skipped: Counter[str]) -> list[str]:

@@ -250,9 +250,13 @@ def run_records(folder: Path) -> pa.Table:
 
 
 def load_records(folders: Iterable[Path]) -> pd.DataFrame:
-    """Return the records of runs by their folders, see `run_records`."""
-    tables = [run_records(folder) for folder in folders]
-    return typed(concatenated(tables).to_pandas()) if tables else records([])
+    """Return the records of runs by their folders, see `run_records`; `run` is the folder's name, also after it was renamed."""
+    tables = {folder: run_records(folder) for folder in folders}
+    if not tables:
+        return records([])
+    frame = typed(concatenated([*tables.values()]).to_pandas())
+    names = [folder.name for folder, table in tables.items() for _ in range(len(table))]
+    return frame.assign(run=pd.array(names, dtype="str"))
 
 
 def one_sample(frame: pd.DataFrame) -> pd.DataFrame:

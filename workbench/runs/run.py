@@ -38,6 +38,7 @@ from workbench.storage.mirror import address_of, folder, push, reading, refresh
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
 MAX_WHOLE = 2**53  # largest whole number that tables and pages can hold
+SAME_NAME = "{} has the same name; rename one of the folders, as numbers are stored by the run's name"
 STUDY = "provenance.json"  # file in a folder that holds the runs of one study
 LOG_FACTS = (
     "parameters", "tokens_per_step", "data", "batch", "T", "lr", "lr_final", "warmup", "weight_decay", "n_layers", "d_model", "n_heads",
@@ -243,9 +244,12 @@ class Run:
     def telemetry(self, where: str = "") -> pd.DataFrame:
         """Return the telemetry of training as records; `where` is a condition of `pandas.DataFrame.query`.
 
+        `run` is the name of the folder, also after it was renamed.
+
         Example: `run.telemetry("metric == 'validation_loss' and step > 0")`. Raises `BadData` for an invalid condition.
         """
         frame = read_parquet((path for _, path in self.telemetry_parts()), needed=(*NEEDED, "step"))
+        frame = frame.assign(run=pd.array([self.name] * len(frame), dtype="str"))
         try:
             return frame.query(where, engine="python").reset_index(drop=True) if where else frame
         except Exception as error:  # many types, from the parser to comparisons of unlike values
@@ -362,4 +366,8 @@ def list_runs(root: Path) -> tuple[list[Run], dict[str, str]]:
         elif is_study(path):
             more, bad = list_runs(path)
             runs, problems = runs + more, problems | bad
-    return runs, problems
+    named: dict[str, Run] = {}
+    for run in runs:
+        if named.setdefault(run.name, run) is not run:
+            problems[str(run.path)] = SAME_NAME.format(named[run.name].path)
+    return [*named.values()], problems

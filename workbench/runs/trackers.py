@@ -21,7 +21,7 @@ from workbench.environment import WANDB_MODE, WANDB_PROJECT, variable
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.files import digest
 from workbench.places import install
-from workbench.runs.records import load_records
+from workbench.runs.records import load_records, one_sample
 from workbench.runs.run import Run
 
 PROJECT = "workbench"
@@ -170,7 +170,9 @@ def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
     draw a chart for each name.
     """
     names = installed_trackers(to)
-    frame = pd.concat([run.telemetry(), load_records([run.path])], ignore_index=True).dropna(subset=["step", "value"])
+    frame = pd.concat([run.telemetry(), one_sample(load_records([run.path]))], ignore_index=True).dropna(
+        subset=["step", "value"]
+    )
     if metrics is None:
         frame = frame[frame[MANY].isna().all(axis=1)]
     else:

@@ -17,7 +17,7 @@ from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.errors import BadData, WorkbenchError
 from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
 from workbench.places import SHIPPED
-from workbench.runs.records import load_records, write_parquet
+from workbench.runs.records import load_records, one_sample, write_parquet
 from workbench.runs.run import CORPORA, RUN_FILE, Run, is_study, shared_text
 from workbench.statistics.censored import censored, compare_steps, formed_in
 from workbench.statistics.formation import formation_steps, sink_step
@@ -208,7 +208,7 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
                 formed = formation_steps(written)["formation_step"].iloc[0]
                 row["formation_step"] = math.nan if pd.isna(formed) else float(formed)
             if study.outcome == "sink_step":
-                row["sink_step"] = sink_step(load_records([trained.path]))
+                row["sink_step"] = sink_step(one_sample(load_records([trained.path])))
         rows.append(row | {"failed": failures.get(run.name, "")})
     return pd.DataFrame(rows)
 

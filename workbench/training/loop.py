@@ -174,6 +174,8 @@ def create(
         if differing := [k for k in info if k not in ("versions", "created") and old.get(k) != new[k]]:
             raise WorkbenchError(f"{path} exists with another {', '.join(differing)}; choose another name or remove it")
         return Run.open(path)
+    if any(file for kind in ("step_*/*", "telemetry/*.parquet", "records/*.parquet") for file in path.glob(kind)):
+        raise WorkbenchError(f"{path} has files of a run whose {RUN_FILE} is gone; choose another name or remove it")
     if data.tokenizer is not None:
         data.save(runs / CORPORA)  # type: ignore[attr-defined]
         push(runs / CORPORA)

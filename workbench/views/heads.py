@@ -41,6 +41,7 @@ TYPES = {
 }  # fmt: skip
 """Metric, variant and least value of a head's type; the last two thresholds are this project's own."""
 INIT = "random init, mean over the run's heads"
+PLACE = ["run", "step", "layer", "head"]
 ALONE = ("position", "index", "source", "part")
 """Axes that numbers of single heads do not have."""
 
@@ -115,23 +116,21 @@ def _runs(source: Source, link: Link) -> list[Entry]:
     return [s.entry for s in source.subjects(link)] if link.on("compare") else source.chosen(link)
 
 
-def head_types(source: Source, runs: Sequence[Entry]) -> dict[tuple[str, int, int], str]:
-    """Return the type of heads (run, layer, head) by their stored measures at the last step: the first of `TYPES`.
+def head_types(source: Source, runs: Sequence[Entry]) -> dict[tuple[str, int, int, int], str]:
+    """Return the type of heads (run, step, layer, head) by their measures stored at that step: the first of `TYPES`.
 
     Heads without any of these measures have no type; heads with one, and none of the types, are `other`.
     """
     rows = source.records(runs, sorted({metric for metric, *_ in TYPES.values()}))
     rows = rows[rows["control"].isna() & rows["layer"].notna() & rows["head"].notna()]
-    rows = rows[
-        rows["step"].fillna(0) == rows.groupby(["run", "metric"], observed=True)["step"].transform("max").fillna(0)
-    ]
-    types: dict[tuple[str, int, int], str] = {}
+    rows = one_sample(rows.assign(step=rows["step"].fillna(0)))
+    types: dict[tuple[str, int, int, int], str] = {}
     for name, (metric, variant, least) in reversed(TYPES.items()):
         of = rows[
             (rows["metric"] == metric) & (rows["variant"].isna() if variant is None else rows["variant"] == variant)
         ]
-        for run, layer, head, value in of[["run", "layer", "head", "value"]].itertuples(index=False):
-            place = str(run), int(layer), int(head)
+        for run, step, layer, head, value in of[[*PLACE, "value"]].itertuples(index=False):
+            place = str(run), int(step), int(layer), int(head)
             types[place] = name if value > least else types.get(place, "other")
     return types
 
@@ -146,7 +145,7 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
     (name of the baseline). Raises `WorkbenchError` if nothing is stored at the selected steps.
     """
     selected = selected or head_options(source, link)
-    asked = tuple((key, link.text(key)) for key in ("set", "models", "compare", "a", "b", "step", "step_b"))
+    asked = tuple((key, link.text(key)) for key in ("set", "models", "by", "compare", "a", "b", "step", "step_b"))
     runs = tuple((e.path, e.stamp) for e in _runs(source, link))
     key = "ranked", runs, asked, selected.metric, selected.site, selected.variant, selected.end
 
@@ -168,9 +167,7 @@ def ranked(source: Source, link: Link, selected: HeadOptions | None = None) -> p
         lowest = selected.end == "lowest" or (selected.end == "type" and _lower_is_more(table))
         table = table.sort_values("value", ascending=lowest, kind="stable")
         types = head_types(source, _runs(source, link))
-        table["type"] = [
-            types.get(place, "") for place in zip(table["run"], table["layer"], table["head"], strict=True)
-        ]
+        table["type"] = [types.get(place, "") for place in table[PLACE].itertuples(index=False, name=None)]
         if selected.end == "type":
             order = [*TYPES, "other", ""]
             table = table.sort_values("type", key=lambda kinds: kinds.map(order.index), kind="stable")

@@ -295,7 +295,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     metric = metric if metric != "against_loss" else judged.claim.metrics[0]
     logged = metric in TELEMETRY or not any(metric in e.measured for e in entries)
     name = "validation_loss" if metric == "loss" and logged else metric
-    rows = (source.telemetry if logged else source.records)(entries, [name])
+    rows = source.telemetry(entries, [name]) if logged else one_sample(source.records(entries, [name]))
     for axis, value in {"variant": None, **shows}.items():
         if value is not Ellipsis:
             rows = rows[rows[axis].isna() if value is None else rows[axis] == value]
@@ -324,7 +324,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
     ])  # fmt: skip
     both, final = dict.fromkeys((metric, "validation_loss")), judged.claim.final_loss
     written = logged_rows(source, entries, [m for m in both if (logged if m == metric else final)])
-    return table, pd.concat([source.records(entries, judged.claim.metrics), written], ignore_index=True)
+    return table, pd.concat([one_sample(source.records(entries, judged.claim.metrics)), written], ignore_index=True)
 
 
 def final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
@@ -556,7 +556,12 @@ def resting_heads(source: Source, link: Link) -> Drawing:
     check_part(link, "demo")
     models, _, step = sink_models(source, link)
     return _maps(
-        source, models, step, "sink_mass", "Strongest sink head", "most attention to the start token at the end"
+        source,
+        models,
+        step,
+        "sink_mass",
+        "Strongest sink head",
+        "most attention to the start token at the last measured step",
     )
 
 
@@ -565,18 +570,20 @@ def copying_heads(source: Source, link: Link) -> Drawing:
     """Attention map of the head with the highest induction score after training, in two models at one step."""
     check_part(link, "demo")
     models, _, step = copying_models(source, link)
-    return _maps(source, models, step, "induction_score", "Best copying head", "highest induction score at the end")
+    which = "highest induction score at the last measured step"
+    return _maps(source, models, step, "induction_score", "Best copying head", which)
 
 
 def _maps(source: Source, models: Sequence[Entry], step: int, metric: str, title: str, which: str) -> Drawing:
-    """Attention maps at one step of the head that is highest by a measure at each run's last step."""
+    """Attention maps at one step of the head that is highest by a measure at each run's last measured step."""
     maps, tables = [], []
     for entry in models:
         frame = source.records([entry], [metric])
-        rows = frame[(frame["step"] == entry.steps[-1]) & frame["variant"].isna() & frame["control"].isna()]
-        layer, head = entry.n_layers - 1, 0
-        if len(rows):
-            layer, head = map(int, rows.sort_values("value").iloc[-1][["layer", "head"]])
+        rows = frame[frame["head"].notna() & frame["variant"].isna() & frame["control"].isna()]
+        if rows.empty:
+            raise WorkbenchError(f"{metric.replace('_', ' ')} of {entry.name} is not measured yet")
+        rows = rows[rows["step"] == rows["step"].max()]
+        layer, head = map(int, rows.sort_values("value").iloc[-1][["layer", "head"]])
         subject, text = RunAtStep(entry, step), example(entry)
         window = source.derive(prompts.attention_map, prompts.attention_inputs, subject, text, layer, head, most=256)
         name = f"{plots.label(entry.series)} s{entry.seed}: layer {layer}, head {head}"

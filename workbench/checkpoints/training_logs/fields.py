@@ -51,9 +51,13 @@ SETTINGS = ("setting", "track", "record", "experiment", "group", "config", "mode
 """Columns of a table that name the setting of a run, joined in the table's order."""
 SPLITS = ("split", "phase", "mode", "stage", "subset", "partition")
 """Columns of a table whose cell, `train` or `val`, says which loss the row's `loss` is."""
+FLAGS = {"is_eval": "eval", "is_val": "val", "is_validation": "validation", "is_test": "test"}
+"""Columns whose cell is true in rows of that loss."""
 SUMMARY = "train_runtime"
 """What only the last entry of transformers' Trainer has."""
 SUMMARY_REASON = "the last entry's train_loss is the mean over the training"
+TIMES = (TRAIN_TIME, STEP_AVERAGE, "step_time")
+"""Names that need a unit, as in `train_time_ms`."""
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0}
 
 
@@ -67,10 +71,11 @@ def plain_name(name: str) -> str:
 def quantity(name: str) -> tuple[str | None, float, str]:
     """Return our quantity for a name in a log, the factor to our unit, and the reason to leave it out (else empty)."""
     plain, factor = plain_name(name), 1.0
-    for unit, seconds in SECONDS.items():  # train_time_ms
-        if plain.endswith(f"_{unit}") and plain.removesuffix(f"_{unit}") in NAMES:
-            plain, factor = plain.removesuffix(f"_{unit}"), seconds
-            break
+    if plain in TIMES:
+        return None, factor, f"{name} has no unit; name it {name}_s or {name}_ms"
+    time, _, unit = plain.rpartition("_")
+    if time in TIMES and unit in SECONDS:
+        plain, factor = time, SECONDS[unit]
     if plain in AVERAGES:
         return None, factor, f"{name} is an average over many steps"
     ours = NAMES.get(plain)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints.training_logs.fields import (
+    FLAGS,
     RUNS,
     SETTINGS,
     SPLITS,
@@ -26,6 +27,7 @@ from workbench.checkpoints.training_logs.fields import (
 )
 from workbench.checkpoints.training_logs.reading import (
     CUT_OFF,
+    EVALUATIONS,
     HEAD,
     WIDE,
     LogNumbers,
@@ -42,6 +44,7 @@ MEAN = "Group: "  # how W&B begins a column that is a mean over runs
 SCALAR = re.compile(r".*-tag-(?P<name>.+)")  # TensorBoard
 DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+DOTTED = re.compile(r"\s*\d{1,3}(\.\d{3})+\s*")  # one, or one thousand
 BATCH = 65_536  # rows of a Parquet file that are held at once
 
 
@@ -69,6 +72,10 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
         cell = row[step]
         if isinstance(cell, str) and THOUSANDS.fullmatch(cell.strip()):
             cell = cell.replace(",", "")
+        elif isinstance(cell, str) and DOTTED.fullmatch(cell):
+            raise BadData(f"{path}: step {cell.strip()} can be read in two ways; write steps without a point")
+        elif cell == step and list(row.values()) != list(row):
+            raise BadData(f"{path} has a second header with other columns; make it two files")
         if (at := _number(cell)) is None:
             numbers.skipped["the row has no step"] += 1
             continue
@@ -77,7 +84,7 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             numbers.note_epoch(epoch, at)
         setting = "/".join(labels[name] for name in map(plain_name, row) if name in SETTINGS and name in labels)
         run = next((labels[name] for name in RUNS if name in labels), "")
-        split = next((labels[name] for name in SPLITS if name in labels), "")
+        split = next((labels[name] for name in SPLITS if name in labels), "") or _evaluation(labels)
         for name, value in row.items():
             if name not in columns:
                 columns[name] = _column(path, name, step, numbers)
@@ -93,6 +100,12 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             else:
                 theirs = f"{split}/{theirs}" if split and plain_name(theirs) == "loss" else theirs
                 numbers.add(at, theirs, number, run=(setting, of or run))
+
+
+def _evaluation(labels: Mapping[str, str]) -> str:
+    """Return the evaluation that a row names in any cell or flag, such as `val`; empty for other rows."""
+    flags = [word for name, word in FLAGS.items() if labels.get(name, "").lower() in ("true", "1", "1.0")]
+    return next(iter(flags + [cell for cell in labels.values() if cell.lower() in EVALUATIONS]), "")
 
 
 def _column(path: Path, name: str, step: str, numbers: LogNumbers) -> tuple[str, str] | None:
@@ -131,7 +144,10 @@ def _csv_rows(path: Path, numbers: LogNumbers) -> Iterator[Mapping[str, Any]]:
         names = list(reader.fieldnames or ())
         reader.fieldnames = [f"{name} ({i + 1})" if name in names[:i] else name for i, name in enumerate(names)]
         for row in reader:
-            row.pop(None, None)  # cells beyond the header
+            if any(row.pop(None, ())):
+                raise BadData(
+                    f"{path}, line {reader.line_num}, has more cells than the header; quote numbers that have commas"
+                )
             if delimiter == ";" and any(DECIMAL_COMMA.fullmatch(cell) for cell in row.values() if cell):
                 raise BadData(f"{path} has decimal commas; save it with decimal points")
             yield row

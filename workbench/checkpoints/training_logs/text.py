@@ -16,7 +16,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from workbench.checkpoints.training_logs.fields import AVERAGES, ESTIMATED, IN_TEXT, NAMES, SECONDS, plain_name
+from workbench.checkpoints.training_logs.fields import AVERAGES, ESTIMATED, IN_TEXT, NAMES, SECONDS, TIMES, plain_name
 from workbench.checkpoints.training_logs.reading import CUT_OFF, WIDE, LogNumbers, LogReader, encoding_of, of_evaluation
 
 OTHERS = (
@@ -24,26 +24,33 @@ OTHERS = (
 )  # fmt: skip
 LONGEST = 4000  # characters of a line with numbers; longer lines are code or data
 NUMBER = r"[-+]?(?:\d+(?:[,_]\d{3})*(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?|nan|[-+]?inf"
+UNIT = (
+    r"[(\[]?(?:bp[bcptw]\b|bits?(?:\s?(?:/|per)\s?\w+|\b)|nats?\s?(?:/|per)\s?(?:byte|char|word)\w*"
+    r"|[x×*·]\s?\d[\d.^e+-]*|e[-+]\d+)"
+)
+"""Units of a loss that is not in nats, and powers of ten apart from their number: `1.2 (bpb)`, `3.0 e-4`, `3.0 x 10^-4`."""
+AMBIGUOUS = re.compile(r"[-+]?\d{1,3},\d{3}")  # thousands or decimals
 PAIR = re.compile(
     r"(?P<name>(?<![\w/.])[a-z_][\w/.]*(?:[ -][a-z_][\w/.]*){0,3})['\"]?\s*[:=]?\s*"
-    rf"(?P<number>{NUMBER})(?:\s?(?P<unit>ms|us|sec|s|min|m|k|bits?|bpb|bpc|%)(?![\w/]))?(?!\w|[.,]\d)",
+    rf"(?P<number>{NUMBER})(?:\s?(?P<unit>(?:ms|us|sec|s|min|m|k|%)(?![\w/])|{UNIT}))?(?!\w|[.,]\d)",
     re.IGNORECASE,
 )
 STEP = re.compile(
     r"(?:^s:|(?<![\w/])(?:global_)?step['\"]?[\s:=]|(?<![\w/])iter(?:ation)?['\"]?[\s:=])\s*\d", re.IGNORECASE
 )
-SPACED = re.compile(r"step[\s:=]*\d{1,3}(?: \d{3})+(?![\w.])", re.IGNORECASE)  # thousands apart: 1 000
+SPACED = re.compile(r"step[\s:=]*\d{1,3}(?:[ .]\d{3})+(?![\w.])", re.IGNORECASE)  # thousands apart: 1 000, 1.000
 COUNTERS = ("global_step", "step", "s", "iteration", "iter")
 """Names of the optimiser step, the most reliable first: litGPT's `iter` counts micro-batches beside its `step`."""
 NO_COUNTERS = ("micro", "warmup", "per", "time")
 """Words before `step` that give it another meaning."""
 ALONE = re.compile(r"val loss ([-\d.]+|nan)\s*", re.IGNORECASE)  # llm.c: after as many steps as the line before counts
 LLM_C = re.compile(r"step\s+(?P<step>\d+)/\d+ \|.*\|\s*(?P<ms>[\d.]+) ms\s*\|.* tok/s")  # the time has no name
-SMOOTHED = re.compile(r"\blrm:")  # nanochat, whose printed loss is a running mean
+SMOOTHED = re.compile(
+    r"\blrm:|\b(?:avg|mean|ema|running|smoothed)\b[(\d.]*[)\]]\s*loss", re.IGNORECASE
+)  # nanochat; [avg] loss
 EVALUATION = re.compile(r"\b(?:val|valid|validat\w+|eval|evaluat\w+|test|dev|h[eo]ld[ -]?out)\b", re.IGNORECASE)
 OTHER_RANK = re.compile(r"rank[\s:=]*0*[1-9]", re.IGNORECASE)
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-TIMES = ("step_time", "train_time", "step_avg")
 
 
 def _read(path: Path, numbers: LogNumbers) -> None:
@@ -113,11 +120,13 @@ def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
             continue
         known = True
         if plain == "loss" and SMOOTHED.search(line):
-            numbers.skipped["the loss that nanochat prints is a running mean"] += 1
+            numbers.skipped["the loss is a running mean"] += 1
         elif plain == "loss" and names_evaluation:
             numbers.skipped["loss on a line that names an evaluation"] += 1
         elif unit.lower() not in (SECONDS if plain in TIMES else ("",)) and plain not in AVERAGES:
-            numbers.skipped[f"{name} has {f'the unit {unit}' if unit else 'no unit'}"] += 1
+            numbers.skipped[f"{name} has {'the unit ' if unit else 'no unit'}{unit.lstrip('([')}"] += 1
+        elif AMBIGUOUS.fullmatch(number) and NAMES.get(plain) != "tokens_per_second":
+            numbers.skipped[f"{name} has a comma, of thousands or of decimals"] += 1
         else:
             values.setdefault(plain, set()).add((number, unit.lower()))
     estimated = "val_loss" in values and not line.lstrip().startswith("step:")
@@ -127,7 +136,8 @@ def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
             continue
         ((number, unit),) = each
         ours = ESTIMATED if plain == "train_loss" and estimated else plain
-        numbers.add(step, ours, _value(number), factor=SECONDS.get(unit, 1.0))
+        name = f"{ours}_s" if plain in TIMES else ours
+        numbers.add(step, name, _value(number), factor=SECONDS.get(unit, 1.0))
     if milliseconds:
         numbers.add(step, "step_time_ms", float(milliseconds))
         numbers.skipped["tok/s is an average over many steps"] += 1
