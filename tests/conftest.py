@@ -50,9 +50,17 @@ PAGES = re.compile(
 
 
 def pytest_collection_modifyitems(items):
-    """Files that share an import or a fixture stand together; of a grid marked `fast` the cases in between become slow."""
+    """Files that share an import, a fixture or the forkserver, which takes seconds, stand together.
+
+    Of a grid marked `fast` the cases in between become slow.
+    """
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (order.get(item.path.stem, len(order)), not PAGES.match(item.path.stem)))
+    forking = {item.path for item in items if "forkserver" in item.fixturenames}
+    items.sort(
+        key=lambda item: (
+            order.get(item.path.stem, len(order)), item.path not in forking, not PAGES.match(item.path.stem)
+        )
+    )  # fmt: skip
     grids = defaultdict(list)
     for item in items:
         if item.get_closest_marker("fast"):
@@ -83,8 +91,6 @@ def pytest_collection_finish():
     import torch
 
     torch.set_num_threads(1)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # what tests' processes come from is there when the first of them asks
-        _forkserver().ensure_running()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,11 +103,6 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 PRELOADED = ["workbench.observing.observation", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
-
-
-def _forkserver():
-    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
-    return multiprocessing.forkserver
 
 
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
@@ -146,7 +147,8 @@ def forkserver(monkeypatch):
 
     It starts here and not in the pool, which delays Ctrl-C while it starts processes: they would inherit that.
     """
-    _forkserver().ensure_running()
+    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context)
     monkeypatch.setitem(sys.modules, "__main__", MAIN)

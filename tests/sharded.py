@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+import transformers
 from recordings import shard
 from strangers import GPT, large
 
@@ -21,9 +22,18 @@ def measured(model):
     return workbench.measure(model, METRICS, IDS, batch=1)["value"].to_numpy()
 
 
-def observe_shards(folder, rank, world):
+def observe_spread(folder, rank, world):
+    """FSDP2 and transformers' tensor parallel plan, one after the other: imports take longer than either."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    observe_shards(world)
+    observe_tensor_parallel(folder, rank)
+    os._exit(0)
+
+
+def observe_shards(world):
     """FSDP2: the same bits as from a whole module, in every process."""
-    start(folder, rank, world)
     module = large(GPT())
     whole = workbench.observe(module, IDS, quiet=True)
     logits, cache = whole.run_with_cache(IDS)
@@ -37,14 +47,10 @@ def observe_shards(folder, rank, world):
     assert all(torch.equal(spread[name], tensor) for name, tensor in cache.items())
     assert torch.equal(decompose(observed, IDS, "logits", "value_path", tokens=5).parts, parts)
     assert (measured(observed) == numbers).all()
-    os._exit(0)
 
 
-def observe_tensor_parallel(folder, rank, world):
+def observe_tensor_parallel(folder, rank):
     """transformers' tensor parallel plan: each process shows its heads, and both the same streams."""
-    import transformers
-
-    start(folder, rank, world)
     plain = transformers.LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
     module = transformers.LlamaForCausalLM.from_pretrained(folder / "llama", tp_plan="auto", dtype=torch.float32).eval()
     whole, observed = (workbench.observe(m, IDS, quiet=True) for m in (plain, module))
@@ -57,11 +63,3 @@ def observe_tensor_parallel(folder, rank, world):
     torch.testing.assert_close(mine["blocks.1.hook_mlp_out"], cache["blocks.1.hook_mlp_out"])
     assert "tensor parallel: heads are those of this process" in repr(observed)
     assert decompose(observed, IDS, "logits", "layer", tokens=5).error < 1e-4
-    os._exit(0)
-
-
-def start(folder, rank, world):
-    """Meet the other process, as a launcher has it."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)

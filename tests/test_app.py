@@ -75,7 +75,7 @@ def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, p
 
 def test_experiments_of_a_study_are_named_by_what_differs_first(page, tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
-    names = [name for name in page(tmp_path, "training").selectbox(key="w_set").options if name.startswith("losses,")]
+    names = [name for name in page(tmp_path, show="model").selectbox(key="w_set").options if name.startswith("losses,")]
     assert len(names) == len({name[:20] for name in names}) == 3, "those of one content and shape differ in the rate"
 
 
@@ -200,12 +200,11 @@ def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, name, 
 
 def test_choices_are_written_to_the_address(page, populated):
     at = page(populated, "depth", a="text-resformer-s0")
-    at.selectbox(key="w_metric").set_value("sink_mass").run()
-    assert address(at, "metric") == "sink_mass"
-    at.button_group(key="w_models").set_value(["resformer", "svformer"]).run()
-    assert address(at, "models") == "resformer,svformer"
+    at.selectbox(key="w_metric").set_value("sink_mass")
+    at.button_group(key="w_models").set_value(["resformer", "svformer"])
     at.select_slider(key="w_step").set_value(0).run()
-    assert address(at, "step") == "0"
+    chosen = {key: address(at, key) for key in ("metric", "models", "step")}
+    assert chosen == {"metric": "sink_mass", "models": "resformer,svformer", "step": "0"}
     at.toggle(key="w_compare").set_value(True).run()
     assert address(at, "compare") == "1"
     assert at.select_slider(key="w_step_b").value == 0  # goes along with A

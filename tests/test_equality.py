@@ -13,11 +13,11 @@ from workbench.errors import WorkbenchError
 
 def test_the_first_difference_is_where_the_module_was_changed(ids):
     one, other = large(GPT(LAMBDAS)), large(GPT(LAMBDAS))
-    assert workbench.equal(see(one, ids), other, ids)
-    assert workbench.equal(one, other, ids, tolerance=0)
+    seen = see(one, ids)
+    assert workbench.equal(seen, other, ids, tolerance=0)
     with torch.no_grad():
         other.transformer["h"][1].mlp[2].bias[3] += 0.25
-    found = workbench.equal(see(one, ids), see(other, ids), ids)
+    found = workbench.equal(seen, see(other, ids), ids)
     assert not found
     assert (found.site, found.layer) == ("blocks.1.hook_mlp_out", 1)
     assert found.difference == pytest.approx(0.25, abs=1e-5)

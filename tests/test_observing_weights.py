@@ -7,8 +7,9 @@ import multiprocessing
 import accelerate
 import pytest
 import torch
+import transformers
 from observed import LAMBDAS, see
-from sharded import observe_shards, observe_tensor_parallel
+from sharded import observe_spread
 from strangers import GPT, large
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -44,18 +45,15 @@ def test_offloaded_weights_give_the_same_bits_and_stay_where_they_are(where, ids
     assert all(p.is_meta for p in module.parameters()), "loaded for each run and let go"
 
 
-@pytest.mark.parametrize("what", [observe_shards, observe_tensor_parallel])
-def test_two_processes_observe_what_is_spread_over_them(what, tmp_path, forkserver):
-    if what is observe_tensor_parallel:
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=64, use_cache=False, initializer_range=0.2,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+def test_two_processes_observe_what_is_spread_over_them(tmp_path, forkserver):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, use_cache=False, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     context = multiprocessing.get_context()
-    started = [context.Process(target=what, args=(tmp_path, rank, 2)) for rank in (0, 1)]
+    started = [context.Process(target=observe_spread, args=(tmp_path, rank, 2)) for rank in (0, 1)]
     for process in started:
         process.start()
     for process in started:

@@ -299,7 +299,7 @@ def test_a_tokenizer_that_explodes_is_a_named_error(
     tokenizer: Tokenizer, tmp_path: Path, settings: dict, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_limits, "SECONDS", 1)
-    monkeypatch.setattr(tokenizer_limits, "MEMORY", 1 << 30)
+    monkeypatch.setattr(tokenizer_limits, "MEMORY", 1 << 28)
     one = load_tokenizer(written(tokenizer, tmp_path, **settings))
     for _ in range(2 if text == "a" else 1):  # the next text has a worker of its own; the others take a second each
         with pytest.raises(BadData, match=r"this tokenizer (takes more than|cannot encode) .*another tokenizer\.json"):

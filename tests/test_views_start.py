@@ -265,7 +265,8 @@ def test_verdicts_on_all_runs_are_those_of_an_analysis_and_kept_until_a_file_of_
         raise AssertionError("measured")
 
     for entry in ask.catalogue().entries:
-        shutil.copytree(entry.path, tmp_path / entry.name)
+        if entry.seed < 1 or entry.name.startswith("text-resformer"):
+            shutil.copytree(entry.path, tmp_path / entry.name)
     told, here = [], Source(tmp_path)
     monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
     monkeypatch.setattr(here, "progress", lambda *done: told.append(done))
