@@ -20,9 +20,9 @@ from workbench.claims.judging import chosen
 from workbench.claims.verdict import InsufficientEvidence
 from workbench.config import ModelConfig, TrainConfig
 from workbench.console import print_table, progress, say
-from workbench.data.sources import RepeatedData, prepare
+from workbench.data.data_sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
-from workbench.files import digest, write_text
+from workbench.file_io import digest, write_text
 from workbench.runs.records import write_parquet
 from workbench.runs.run import CORPORA, runs_folder
 

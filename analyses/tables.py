@@ -10,7 +10,7 @@ import pandas as pd
 from workbench.claims import Evidence
 from workbench.claims.sinks import head_kinds
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.statistics.formation import formation_steps
+from workbench.statistics.copying_and_sink_steps import formation_steps
 from workbench.statistics.intervals import seed_band
 
 Profile = tuple[str, dict[str, Any], dict[str, str]]

@@ -1,1 +1,1 @@
-"""The dashboard: `server.py` serves, `main.py` navigates, `page_frame.py` and `selection.py` are on each page, `screens/` are the pages."""
+"""The dashboard: `server.py` serves, `main.py` navigates, `page_layout.py` and `model_selection.py` are on each page of `screens/`."""

@@ -18,7 +18,7 @@ from typing import Any
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from workbench.claims.all_verdicts import Verdicts, judge_apart
+from workbench.claims.stored_verdicts import Verdicts, judge_apart
 from workbench.runs.catalogue import Catalogue, Entry
 from workbench.runs.run import runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache

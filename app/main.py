@@ -9,11 +9,12 @@ import pandas as pd
 import streamlit as st
 
 from workbench.places import module
-from workbench.views.link import PAGES
+from workbench.views.page_links import PAGES
 
 __package__ = module("app")  # Streamlit runs this file as a script
 
-from . import page_frame, widgets
+from . import page_layout
+from . import url_widgets as widgets
 from .cached_source import cached_source, root
 
 SIDEBAR_PX, TAB = 220, " · workbench"
@@ -24,7 +25,7 @@ def main() -> None:
     pages = {}
     for name, described in PAGES.items():
         script, icon = f"screens/{name}.py", f":material/{described.icon}:"
-        screen = script if (Path(__file__).parent / script).exists() else partial(page_frame.all_views, name)
+        screen = script if (Path(__file__).parent / script).exists() else partial(page_layout.all_views, name)
         title = f"{described.title}{TAB}"
         pages[name] = st.Page(screen, title=title, icon=icon, url_path=name, default=name == "start")
     pages["kept"] = st.Page("screens/kept.py", title=f"Kept{TAB}", icon=":material/push_pin:", url_path="kept")

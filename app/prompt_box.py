@@ -12,15 +12,15 @@ from typing import Any
 import streamlit as st
 
 from workbench import prompts
-from workbench.data.examples import Example, examples
+from workbench.data.example_prompts import Example, examples
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import digest, write_text
+from workbench.file_io import digest, write_text
 from workbench.plots.attention import percentage
 from workbench.runs.run import Run
 from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example, prompt_notes
 
-from . import widgets
+from . import url_widgets as widgets
 from .cached_source import cached_source
 
 MAX_PROMPT, MAX_IN_LINK = 100_000, 200  # characters

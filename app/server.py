@@ -28,7 +28,7 @@ from streamlit.web.server.starlette.starlette_websocket import is_host_allowed
 
 from workbench.plots.style import INK
 
-from . import settings
+from . import streamlit_settings
 
 FRONT = Path(st.__file__).parent / "static"
 DRAWS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -116,7 +116,7 @@ def _prepare() -> None:
 
 # a session closes with its socket: a page is restored from its address, and open files would add up
 MemorySessionStorage.save = lambda _, session_info: session_info.session.shutdown()  # type: ignore[method-assign,assignment]
-settings.apply()  # before Streamlit reads any
+streamlit_settings.apply()  # before Streamlit reads any
 app = st.App(Path(__file__).with_name("main.py"), middleware=[Middleware(FrontEnd)])
 
 

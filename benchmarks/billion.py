@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench import measure, observe, xray
-from workbench.names import STATISTICS
+from workbench.hook_names import STATISTICS
 from workbench.reports.xray import METRICS, SITES, TOGETHER
 
 VOCABULARY, T, DOCUMENTS, XRAYED, ROUNDS = 32_000, 512, 2, 8, 3

@@ -38,9 +38,9 @@ import psutil
 from dashboard_runs import generate, prose
 from playwright.sync_api import Error, Page, expect, sync_playwright
 
-from workbench.claims import all_verdicts
-from workbench.runs.index import INDEX
+from workbench.claims import stored_verdicts
 from workbench.runs.run import Run
+from workbench.runs.sqlite_index import INDEX
 from workbench.views.prompt import LENS
 
 CLICK, WORST, PAINT, PROMPT = 0.3, 0.5, 0.8, 1.0  # seconds; of clicks the median and the slowest
@@ -389,7 +389,7 @@ def many_runs(found: Findings, series: int, seeds: int, checkpoints: int, repeat
             words = statistics.median(new().open(f"{address}/?show=verdicts") for _ in range(repeats))
             found.add("verdicts: what was judged before, all of it", words, "s")
         (runs / INDEX).unlink()
-        (runs / all_verdicts.FILE).unlink()
+        (runs / stored_verdicts.FILE).unlink()
         with serving(runs) as (address, process), chromium(process) as new:
             judged(found, new(), address, "before any page has read the runs")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.checkpoints.saving import save
 from workbench.data.tokenizer import train_tokenizer
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.models import ARCHITECTURES, build
 from workbench.runs.records import provenance, records, write_parquet
 

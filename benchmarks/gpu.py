@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from workbench.config import PRESETS, ModelConfig
 from workbench.errors import WorkbenchError
-from workbench.files import write_json, write_text
+from workbench.file_io import write_json, write_text
 from workbench.kernels import attention_reference, attention_statistics
 from workbench.models import ARCHITECTURES, build
 from workbench.models.hooked import next_token_loss

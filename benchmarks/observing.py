@@ -22,8 +22,8 @@ from _timing import interleave
 from torch import Tensor, nn
 from twin import twin_of
 
+from workbench.hook_names import STATISTICS
 from workbench.models import build
-from workbench.names import STATISTICS
 from workbench.observing.observation import observe
 
 CONFIG = {"n_layers": 8, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 2048, "n_ctx": 1024}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from workbench import observe
-from workbench.models.live_bytes import LiveBytes
-from workbench.names import STATISTICS
+from workbench.hook_names import STATISTICS
+from workbench.models.tensor_memory import LiveBytes
 
 DEVICES, T, LAYERS, VOCABULARY, SMALL, BYTES = 8, 512, 80, 128_256, 1024, 2
 EXAMPLE = 64  # tokens that a module is observed on

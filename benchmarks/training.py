@@ -22,7 +22,7 @@ from _timing import interleave
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.metrics.weights import gradient_norm
 from workbench.models import build
 from workbench.models.hooked import next_token_loss

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from workbench.claims import CLAIMS, QUESTIONS, STATUSES, all_verdicts
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES, stored_verdicts
 from workbench.claims.verdict import DECIDED, Verdict, expected_by_chance
 from workbench.models import build
 from workbench.runs.catalogue import catalogue
 from workbench.statistics.intervals import confidence, t_quantile
-from workbench.studies.runner import plan, sizes
 from workbench.studies.study_file import find_study, read_study
+from workbench.studies.study_runs import plan, sizes
 from workbench.views.source import EVIDENCE
 
 SHOWN = 4  # comparisons in the section of a claim
@@ -106,8 +106,8 @@ SPREAD = 0.04  # nats, the standard deviation over seeds of ResFormer - Transfor
 def pages() -> tuple[str, str]:
     """Return the page, and the stored verdicts, which save the dashboard from judging again."""
     runs = catalogue(EVIDENCE).entries
-    verdicts = all_verdicts.judge_all(runs)
-    return page(verdicts.of), all_verdicts.text(all_verdicts.mark(runs), verdicts)
+    verdicts = stored_verdicts.judge_all(runs)
+    return page(verdicts.of), stored_verdicts.text(stored_verdicts.mark(runs), verdicts)
 
 
 def page(of: Mapping[str, Verdict]) -> str:

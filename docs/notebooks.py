@@ -72,7 +72,7 @@ def _drawn(figure: Any) -> str:
 
 def keep(path: Path) -> None:
     """Run a notebook in a new folder and write the outputs into the notebook."""
-    from workbench.files import write_text
+    from workbench.file_io import write_text
 
     told = json.loads(path.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

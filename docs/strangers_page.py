@@ -30,7 +30,7 @@ from workbench.metrics.found_sinks import sink_positions
 from workbench.reports.xray import token_name, xray_data
 from workbench.reports.xray_sentences import pm, sink_names
 from workbench.runs.run import Run, run_or_model
-from workbench.statistics.sinks import SINK_MASS
+from workbench.statistics.sink_thresholds import SINK_MASS
 
 HERE = Path(__file__).parent
 TABLE, PAGE = HERE / "strangers.csv", HERE / "strangers.md"

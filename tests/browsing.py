@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.cli import dashboard_server
+from workbench.cli import dashboard_process
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -57,11 +57,11 @@ def served(runs):
     """Address of a dashboard that shows these runs; skips where there is no browser to open it with."""
     if BROWSER is None:
         pytest.skip(MISSING)
-    server = dashboard_server.serve(runs, free_port())
+    server = dashboard_process.serve(runs, free_port())
     try:
         yield server.url
     finally:
-        dashboard_server.stop(server)
+        dashboard_process.stop(server)
 
 
 def watched(page, server, wrong, outside):

@@ -102,7 +102,7 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-PRELOADED = ["workbench.observing.observation", "workbench.studies.runner", "torch._dynamo", "scipy.stats"]
+PRELOADED = ["workbench.observing.observation", "workbench.studies.study_runs", "torch._dynamo", "scipy.stats"]
 
 
 TINY = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_mlp": 48, "d_vocab": 61, "n_ctx": 128}
@@ -312,9 +312,9 @@ def scanned_once():
 @pytest.fixture(scope="session")
 def dashboard_settings():
     """Streamlit is told what the dashboard's server tells it."""
-    from app import settings
+    from app import streamlit_settings
 
-    settings.apply()
+    streamlit_settings.apply()
 
 
 @pytest.fixture
@@ -323,10 +323,10 @@ def browse(monkeypatch, scanned_once, dashboard_settings):
     import dashboard
     from streamlit.testing.v1 import AppTest
 
-    from app import background
-    from workbench.claims.all_verdicts import judge_all
+    from app import background_tasks
+    from workbench.claims.stored_verdicts import judge_all
 
-    monkeypatch.setattr(background, "POLL_S", 20.0)  # long work is waited for; pages that poll: test_background
+    monkeypatch.setattr(background_tasks, "POLL_S", 20.0)  # long work is waited for; pages that poll: test_background
     # a process of its own: test_views_start, and every page in a browser
     monkeypatch.setattr("app.cached_source.judge_apart", lambda folder, entries, progress: judge_all(entries, progress))
 

@@ -35,27 +35,27 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import workbench
 from workbench import plots
 from workbench.checkpoints.formats.llama2c import read_tokenizer
-from workbench.checkpoints.identify import CONFIG, WEIGHTS
-from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.loading import read_state
+from workbench.checkpoints.paths import CONFIG, WEIGHTS
 from workbench.checkpoints.saving import save
-from workbench.checkpoints.vocabulary import SETTINGS, load_tokenizer
-from workbench.claims.collect import stored, usable
-from workbench.cli.dashboard_server import NOTE, running_note
+from workbench.checkpoints.tokenizer_files import SETTINGS, load_tokenizer
+from workbench.claims.collect_evidence import stored, usable
+from workbench.cli.dashboard_process import NOTE, running_note
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files, load_corpus, save_corpus
-from workbench.data.examples import examples
-from workbench.data.sources import read_tokens
+from workbench.data.data_sources import read_tokens
+from workbench.data.example_prompts import examples
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
-from workbench.runs.index import INDEX
 from workbench.runs.log_import import import_logs
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, metrics_of, read_parquet, records, write_parquet
 from workbench.runs.run import Run, list_runs
+from workbench.runs.sqlite_index import INDEX
 from workbench.runs.table_cache import RecordCache, TelemetryCache
-from workbench.storage import bounds, mirror
+from workbench.storage import mirror
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study
 from workbench.views import Link, pins
@@ -333,7 +333,7 @@ def taken_along(file):
 
 def prompts(file):
     examples.cache_clear()
-    with patch("workbench.data.examples.SHIPPED", file.parent):
+    with patch("workbench.data.example_prompts.SHIPPED", file.parent):
         return examples()
 
 
@@ -361,7 +361,7 @@ def bookkept(kind):
         def look():
             mirror.forget()
             with patch.dict(os.environ, {"WORKBENCH_CACHE": str(folder)}):
-                return [list_runs("memory://bucket/runs"), bounds.trim(folder)]
+                return [list_runs("memory://bucket/runs"), mirror.trim(folder)]
 
         store = MemoryFileSystem.store
         store.clear()

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from workbench.checkpoints.saving import save
-from workbench.claims import all_verdicts
+from workbench.claims import stored_verdicts
 from workbench.data.tokenizer import train_tokenizer
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.models import build
-from workbench.runs.index import INDEX
 from workbench.runs.records import provenance, records, write_parquet
+from workbench.runs.sqlite_index import INDEX
 from workbench.views import Source
 from workbench.views.source import Kind, SourceCache
 
@@ -229,7 +229,7 @@ def copied(source: Path, target: Path) -> Path:
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file of a folder of runs but its index and its verdicts, which whoever reads it keeps: size, and when it was written."""
     found = ((p.relative_to(folder).as_posix(), p.stat()) for p in sorted(folder.rglob("*")) if p.is_file())
-    return {name: (told.st_size, told.st_mtime_ns) for name, told in found if name not in (INDEX, all_verdicts.FILE)}
+    return {name: (told.st_size, told.st_mtime_ns) for name, told in found if name not in (INDEX, stored_verdicts.FILE)}
 
 
 def pattern(n: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import workbench
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.models import architectures
 
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.MULTILINE | re.DOTALL)

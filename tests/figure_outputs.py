@@ -28,7 +28,7 @@ import torch
 from workbench import plots, views
 from workbench.errors import WorkbenchError
 from workbench.views import Link, Source
-from workbench.views.base import View, views_of
+from workbench.views.registry import View, views_of
 
 FRACTION = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e-\d+)")  # also 5e-10
 GOLDEN = Path(__file__).parent / "golden"
@@ -154,10 +154,10 @@ def shown(runs: Path) -> dict[str, list[str]]:
     """The elements of each page at its deep link, outside a test."""
     from streamlit.testing.v1 import AppTest
 
-    from app import background, settings
+    from app import background_tasks, streamlit_settings
 
-    settings.apply()
-    background.POLL_S = 20.0
+    streamlit_settings.apply()
+    background_tasks.POLL_S = 20.0
     os.environ["WORKBENCH_RUNS"], sys.argv = str(runs), ["main.py"]
     found = {}
     for name, address in app_pages.DEEP.items():

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench
-from workbench.checkpoints.llama_names import llama_name
+from workbench.checkpoints.tensor_and_setting_names import llama_name
 from workbench.errors import ArchitectureAssumed
 
 SIZES = {

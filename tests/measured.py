@@ -6,7 +6,7 @@ import pandas as pd
 from metric_outputs import ELSEWHERE
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 from workbench.runs.records import COLUMNS

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS

@@ -10,8 +10,8 @@ from seams import TOGETHER
 from transformer_lens import ActivationCache
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.kernels.joint import STRIP
-from workbench.names import QUADRATIC, is_statistic
+from workbench.hook_names import QUADRATIC, is_statistic
+from workbench.kernels.joint_softmax import STRIP
 
 
 def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, some_architecture):

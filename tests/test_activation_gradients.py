@@ -8,11 +8,11 @@ import pytest
 import torch
 from hooked import WIDE, grouped, listening, tokens
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import UnknownName, WorkbenchError
+from workbench.hook_names import QUADRATIC, is_statistic
 from workbench.interventions import INTERVENTIONS
 from workbench.interventions.gradients import _gathered
-from workbench.names import QUADRATIC, is_statistic
 
 
 def differences(model, ids, directions, *, step=1e-6):

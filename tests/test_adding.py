@@ -52,8 +52,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.views.base import Drawing, view
-from workbench.views.link import Link
+from workbench.views.registry import Drawing, view
+from workbench.views.page_links import Link
 from workbench.views.source import Source
 
 
@@ -78,7 +78,7 @@ neutral = workbench.build("scaled", shape, **workbench.ARCHITECTURES["scaled"].n
 frame = workbench.measure(scaled, ["longest_value"], ids)
 opened = workbench.load(sys.argv[1] + "/theirs.pt", architecture="transformer")
 from streamlit.testing.v1 import AppTest
-page = AppTest.from_string("from app import page_frame\\npage_frame.all_views('newcomer')", default_timeout=60).run()
+page = AppTest.from_string("from app import page_layout\\npage_layout.all_views('newcomer')", default_timeout=60).run()
 print(json.dumps({
     "changed": bool((scaled(ids) != plain(ids)).any()), "neutral": bool((neutral(ids) == plain(ids)).all()),
     "measured": sorted(frame["layer"].unique().tolist()), "claim": CLAIMS["runs_are_there"].text,
@@ -138,7 +138,7 @@ def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_
     (product / "checkpoints" / "formats" / "example.py").write_text(EXAMPLE)
     added("format")
     (product / "views" / "newcomer.py").write_text(PAGE)
-    pages = product / "views" / "link.py"
+    pages = product / "views" / "page_links.py"
     pages.write_text(
         pages.read_text().replace(ON_PAGES, '"newcomer": PageInfo("Newcomer", "star", "One figure"),\n    ' + ON_PAGES)
     )

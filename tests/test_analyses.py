@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
-from workbench.claims import CLAIMS, DECIDED, STATUSES, collect
+from workbench.claims import CLAIMS, DECIDED, STATUSES, collect_evidence
 from workbench.claims.analysis import analyse, verdict_table, write_page, write_tables
-from workbench.claims.collect import find_runs, gather, matching_steps, metrics_needed, run_facts, stored
+from workbench.claims.collect_evidence import find_runs, gather, matching_steps, metrics_needed, run_facts, stored
 from workbench.cli import app
-from workbench.data.sources import prepare
+from workbench.data.data_sources import prepare
 from workbench.errors import BadData, NotMeasured
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import read_parquet, records
@@ -99,9 +99,9 @@ def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
 
 def test_expensive_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeypatch):
     run, asked = Run.open(three[0]), []
-    monkeypatch.setattr(collect, "EXPENSIVE", {"loss": 3})
+    monkeypatch.setattr(collect_evidence, "EXPENSIVE", {"loss": 3})
     monkeypatch.setattr(
-        collect, "measure", lambda run, names, data, steps, n: asked.append((names, steps, n)) or records([])
+        collect_evidence, "measure", lambda run, names, data, steps, n: asked.append((names, steps, n)) or records([])
     )
     gather(run, {2: ("loss", "sink_mass")}, n=8)
     assert sorted(asked) == [(["loss"], [2], 3), (["sink_mass"], [2], 8)]
@@ -112,7 +112,7 @@ def test_checkpoints_around_equal_loss_are_measured(three, monkeypatch):
     base, method = (Run.open(three[i]) for i in (0, 2))
     curves = {base: pd.Series({0: 6.0, 40: 4.0}), method: pd.Series({0: 6.0, 20: 4.5, 30: 3.5, 40: 3.0})}
     monkeypatch.setattr(Run, "telemetry", lambda run, *_: run)
-    monkeypatch.setattr(collect, "loss_curve", curves.__getitem__)
+    monkeypatch.setattr(collect_evidence, "loss_curve", curves.__getitem__)
     monkeypatch.setattr(Run, "steps", property(lambda run: [0, 10, 20, 30, 40]))
     assert matching_steps([base, method]) == {base: [40], method: [20, 30]}
     monkeypatch.setattr(Run, "steps", property(lambda run: [10, 20]))

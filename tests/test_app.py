@@ -14,11 +14,11 @@ import figure_outputs
 import pytest
 from app_pages import APP, COMPARE, DEEP, FIGURES, address, chart, charts, elements, ignored, said
 
-from app.widgets import SAME_PAGE
+from app.url_widgets import SAME_PAGE
 from workbench.places import SHIPPED
 from workbench.views import Link, Source
-from workbench.views.base import ONE_SEED
-from workbench.views.link import PAGES
+from workbench.views.page_links import PAGES
+from workbench.views.registry import ONE_SEED
 
 
 @pytest.fixture

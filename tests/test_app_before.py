@@ -13,7 +13,7 @@ from app_pages import chart, charts, ignored, numbers, pictures, said, weights_s
 
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
-from workbench.views.link import PAGES
+from workbench.views.page_links import PAGES
 
 GOLDEN = Path(__file__).parent / "golden" / "run_before"
 RUN, PROMPT = "resformer-before-s0", "abcdef"

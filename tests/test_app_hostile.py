@@ -10,7 +10,7 @@ import pytest
 from app_pages import address, charts, ignored, said
 
 from workbench.runs.run import Run
-from workbench.views.link import PAGES, SELECTION
+from workbench.views.page_links import PAGES, SELECTION
 
 HOSTILE = {
     "markup": "<script>alert(1)</script>",
@@ -135,12 +135,13 @@ def test_every_kind_of_widget_falls_back_to_its_default_with_a_word(value, scann
     def script():
         import streamlit as st
 
-        from app import widgets
+        from app import url_widgets
 
         st.session_state["found"] = [
-            widgets.choose("Box", "layer", [0, 1], 1), widgets.choose("Slider", "step", [0, 8, 20], 20, slider=True),
-            widgets.segments("Part", "show", ["one", "two"], "two"), widgets.choose_many("Models", "models", ["a", "b"]),
-            widgets.range_slider("Window", "keys", 9), widgets.toggle("Compare", "compare"), widgets.text_line("Other", "other"),
+            url_widgets.choose("Box", "layer", [0, 1], 1), url_widgets.choose("Slider", "step", [0, 8, 20], 20, slider=True),
+            url_widgets.segments("Part", "show", ["one", "two"], "two"), url_widgets.choose_many("Models", "models", ["a", "b"]),
+            url_widgets.range_slider("Window", "keys", 9), url_widgets.toggle("Compare", "compare"),
+            url_widgets.text_line("Other", "other"),
         ]  # fmt: skip
 
     at = AppTest.from_function(script, default_timeout=20)

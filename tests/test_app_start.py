@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 from app_pages import address, charts
 
-from app.widgets import number_columns
+from app.tables import number_columns
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, write_json
+from workbench.file_io import read_json, write_json
 from workbench.places import SHIPPED
 from workbench.runs.records import load_records
 from workbench.views import Link, Source, start
-from workbench.views.base import ONE_SEED
-from workbench.views.run_groups import grouped, runs_table
+from workbench.views.registry import ONE_SEED
+from workbench.views.start_runs import grouped, runs_table
 
 SHOWN = {
     "populated": ("finding", "model", "here", "verdicts", "demo"), "empty": ("demo",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from app_pages import charts
 
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
 

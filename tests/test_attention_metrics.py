@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.interventions import INTERVENTIONS
-from workbench.interventions.retention import sink_kind
 from workbench.metrics import METRICS
 from workbench.metrics.attention import (
     norm_weighted_importance,
@@ -19,6 +18,7 @@ from workbench.metrics.attention import (
     value_weighted_importance,
 )
 from workbench.metrics.values import value_bias
+from workbench.statistics.sink_thresholds import sink_kind
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from inputs import WIDE, tokens
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import BadData, WorkbenchError
 from workbench.interventions import INTERVENTIONS
 from workbench.models.decomposition import decompose

@@ -15,7 +15,7 @@ def visitors(monkeypatch, scanned_once):
     """`visitors(name)` opens a page with a piece of long work for a visitor; and the work: begun, `end` lets it end."""
     from streamlit.testing.v1 import AppTest
 
-    from app import background
+    from app import background_tasks
 
     begun, end = [], threading.Event()
 
@@ -32,29 +32,29 @@ def visitors(monkeypatch, scanned_once):
 
         import streamlit as st
 
-        from app import background
+        from app import background_tasks
 
-        with contextlib.suppress(background.Running):
-            st.text(background.run("the work", "Long work", background.work))
+        with contextlib.suppress(background_tasks.Running):
+            st.text(background_tasks.run("the work", "Long work", background_tasks.work))
 
     class Visitor:
         def __init__(self, name):
             self.name, self.at = name, AppTest.from_function(script, default_timeout=20)
 
         def looks(self):
-            monkeypatch.setattr(background, "_visitor", lambda: self.name)
+            monkeypatch.setattr(background_tasks, "_visitor", lambda: self.name)
             self.at.run()
             assert not self.at.exception
             return " ".join(e.value for e in (*self.at.text, *self.at.info))
 
         def presses(self, label):
-            monkeypatch.setattr(background, "_visitor", lambda: self.name)
+            monkeypatch.setattr(background_tasks, "_visitor", lambda: self.name)
             next(b for b in self.at.button if b.label == label).click()
             return self.looks()
 
-    background._tasks.clear()
-    monkeypatch.setattr(background, "work", work, raising=False)
-    monkeypatch.setattr(background, "POLL_S", 0.05)
+    background_tasks._tasks.clear()
+    monkeypatch.setattr(background_tasks, "work", work, raising=False)
+    monkeypatch.setattr(background_tasks, "POLL_S", 0.05)
     yield Visitor, begun, end
     end.set()
 
@@ -77,16 +77,16 @@ def test_cancelling_leaves_the_work_to_the_other_visitors(visitors):
 
 
 def test_work_whose_pages_were_closed_stops_and_is_begun_anew_by_the_next_visitor(visitors, monkeypatch):
-    from app import background
+    from app import background_tasks
 
     visitor, begun, end = visitors
-    monkeypatch.setattr(background, "ABANDONED_S", 0.3)
+    monkeypatch.setattr(background_tasks, "ABANDONED_S", 0.3)
     one = visitor("one")
     one.looks()
-    (task,) = background._tasks()[0].values()
+    (task,) = background_tasks._tasks()[0].values()
     assert wait([task.future], 10).done
-    assert isinstance(task.error, background.Cancelled)
-    monkeypatch.setattr(background, "ABANDONED_S", 100)
+    assert isinstance(task.error, background_tasks.Cancelled)
+    monkeypatch.setattr(background_tasks, "ABANDONED_S", 100)
     end.set()
     for _ in range(100):
         if "forty-two" in one.looks():
@@ -95,15 +95,15 @@ def test_work_whose_pages_were_closed_stops_and_is_begun_anew_by_the_next_visito
 
 
 def test_work_that_all_cancelled_stops_and_is_begun_anew_for_the_next_visitor(visitors):
-    from app import background
+    from app import background_tasks
 
     visitor, begun, end = visitors
     one, two = visitor("one"), visitor("two")
     one.looks()
     assert "cancelled" in one.presses("Cancel")
-    (task,) = background._tasks()[0].values()
+    (task,) = background_tasks._tasks()[0].values()
     assert wait([task.future], 5).done
-    assert isinstance(task.error, background.Cancelled)
+    assert isinstance(task.error, background_tasks.Cancelled)
     assert "cancelled" in one.looks()
     assert "cancelled" not in two.looks()
     assert len(begun) == 2

@@ -15,7 +15,7 @@ from app_pages import charts
 import workbench
 from workbench.environment import BUILDERS
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, WorkbenchError
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 from workbench.runs.run import Run
 from workbench.views import Link, Source
 from workbench.views.depth_weights import checkpoint_coefficients

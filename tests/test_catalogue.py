@@ -13,14 +13,14 @@ from damaging import in_entries
 from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
-from workbench.claims.collect import find_runs
+from workbench.claims.collect_evidence import find_runs
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.catalogue import KIND, catalogue, differing_settings
-from workbench.runs.index import INDEX, Index
 from workbench.runs.records import load_records, records, write_parquet
 from workbench.runs.run import STUDY, Run, list_runs
+from workbench.runs.sqlite_index import INDEX, Index
 from workbench.training.loop import create
 
 

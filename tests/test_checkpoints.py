@@ -12,7 +12,7 @@ from seams import COVERING
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import workbench
-from workbench.checkpoints.identify import CONFIG, WEIGHTS
+from workbench.checkpoints.paths import CONFIG, WEIGHTS
 from workbench.checkpoints.saving import save, weights_hash
 from workbench.errors import BadCheckpoint
 from workbench.models import ARCHITECTURES

@@ -7,7 +7,7 @@ import pytest
 from planted import LAST, evidence, judged, losses, per_layer, row, run, runs, with_sinks
 from scipy import stats
 
-from workbench.claims import collect
+from workbench.claims import collect_evidence
 from workbench.claims.depth import late_norms
 from workbench.claims.evidence import model_mean
 from workbench.claims.sharing import races_by_seed
@@ -102,7 +102,9 @@ def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
 def test_a_course_is_measured_at_ten_checkpoints_spread_evenly_with_both_ends():
     def steps(have, which, matched=()):
         of = SimpleNamespace(info={"data": {"kind": "text"}}, steps=have, architecture="transformer")
-        return list(collect.metrics_needed(of, [SimpleNamespace(models=(), metrics=("loss",), steps=which)], matched))
+        return list(
+            collect_evidence.metrics_needed(of, [SimpleNamespace(models=(), metrics=("loss",), steps=which)], matched)
+        )
 
     have = list(range(0, 1000, 10))
     assert steps(have, "series") == [0, 110, 220, 330, 440, 550, 660, 770, 880, 990]
@@ -198,5 +200,5 @@ def test_copies_are_known_by_their_weights_where_no_losses_were_written():
         for of, kind in zip(made, "xyx", strict=True) for step in (0, LAST)
     ]  # fmt: skip
     shown = evidence(made, rows)
-    marks = collect.told_apart(records([]), shown.everything())
-    assert collect.seeds_of(shown.runs, marks) == {"a": 0, "b": 1, "copy": 0}
+    marks = collect_evidence.told_apart(records([]), shown.everything())
+    assert collect_evidence.seeds_of(shown.runs, marks) == {"a": 0, "b": 1, "copy": 0}

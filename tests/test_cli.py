@@ -15,7 +15,7 @@ import typer
 from workbench.cli import app as commands
 from workbench.cli import main
 from workbench.cli.arguments import OLD_NAMES
-from workbench.cli.listing import listing, measures
+from workbench.cli.list_tables import listing, measures
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
 

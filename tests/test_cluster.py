@@ -17,13 +17,13 @@ import pytest
 import training_runs
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.jobs import cluster
+from workbench.jobs import dask_cluster
 from workbench.jobs.running import Job, run_jobs
 from workbench.measurement.measuring import measure
 from workbench.runs.records import read_parquet
 from workbench.runs.run import Run
-from workbench.studies.runner import run_study
 from workbench.studies.study_file import read_study
+from workbench.studies.study_runs import run_study
 
 if importlib.util.find_spec("distributed") is None:
     pytest.skip("dask.distributed is not installed", allow_module_level=True)
@@ -60,20 +60,20 @@ def ended(*_):
 )  # fmt: skip
 def test_a_worker_that_would_not_do_the_same_is_named(says, sentence):
     with pytest.raises(WorkbenchError, match=f"the worker tcp://10.0.0.5:1 {sentence}"):
-        cluster._refuse("tcp://10.0.0.5:1", says, ASKED)
+        dask_cluster._refuse("tcp://10.0.0.5:1", says, ASKED)
 
 
 def test_what_a_job_failed_of_concerns_all_where_it_is_the_worker_that_is_not_fit():
-    assert cluster.explained_error("dask://x", None) is None
+    assert dask_cluster.explained_error("dask://x", None) is None
     error = ValueError("the loss is nan")
-    assert cluster.explained_error("dask://x", error) is error
+    assert dask_cluster.explained_error("dask://x", error) is error
     with pytest.raises(WorkbenchError, match="a worker of dask://x has another version of workbench, or none"):
-        cluster.explained_error("dask://x", ModuleNotFoundError("No module named 'workbench'"))
+        dask_cluster.explained_error("dask://x", ModuleNotFoundError("No module named 'workbench'"))
 
 
 @pytest.mark.slow
 def test_an_address_that_is_none_or_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "ANSWERS_S", 0.2)
+    monkeypatch.setattr(dask_cluster, "ANSWERS_S", 0.2)
     with pytest.raises(WorkbenchError, match=r"dask://127\.0\.0\.1:1 does not answer: Timed out"):
         run_jobs([Job("a", abs, (1,))], "dask://127.0.0.1:1", ended)
     with pytest.raises(WorkbenchError, match=r"nowhere\.json is missing"):
@@ -230,8 +230,8 @@ def test_a_worker_without_the_package_or_with_another_version_ends_it_before_any
     import distributed
 
     if has == "other":
-        shutil.copytree(Path(cluster.__file__).parents[1], tmp_path / "workbench")
-        with (tmp_path / "workbench" / "names.py").open("a") as file:
+        shutil.copytree(Path(dask_cluster.__file__).parents[1], tmp_path / "workbench")
+        with (tmp_path / "workbench" / "hook_names.py").open("a") as file:
             file.write("# changed\n")
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     with distributed.LocalCluster(n_workers=0, dashboard_address=":0") as made, distributed.Client(made) as client:

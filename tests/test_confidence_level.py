@@ -15,10 +15,10 @@ from workbench.claims import analysis
 from workbench.claims.evidence import model_mean
 from workbench.claims.judging import chosen, judge
 from workbench.claims.verdict import decide, expected_by_chance, judge_differences
-from workbench.plots.records import _curve
+from workbench.plots.record_figures import _curve
 from workbench.statistics import intervals
 from workbench.statistics.intervals import over_documents, over_seeds
-from workbench.views import finding
+from workbench.views import main_result
 
 ROOT = Path(__file__).parent.parent
 VALUES = [-0.01, -0.03, -0.04, -0.012]
@@ -64,13 +64,13 @@ def test_the_level_stands_in_every_sentence(ninety):
     judged = judge(evidence(made, (), losses(made, lambda _: 3.0)), chosen(claims=["lower_loss"]))
     rows = pd.DataFrame({"run": [*"abc"] * 2, "step": [0] * 3 + [1] * 3, "value": [1.0, 2, 3, 2, 3, 5], "se": math.nan})
     interval = over_seeds(VALUES)
-    compared = finding.Finding(finding.LOSS, "g", "", {"g": 1.0}, "g", *[{"resformer": interval}] * 2, {}, {})
+    compared = main_result.Finding(main_result.LOSS, "g", "", {"g": 1.0}, "g", *[{"resformer": interval}] * 2, {}, {})
     table = pd.DataFrame({"comparison": ["a"], "value": [1.0], "low": [0.0], "high": [2.0], "unit": ["nats"]})
     sentences = {
         "page": analysis.how_to_read(),
         "chance": expected_by_chance([j.verdict for j in judged]),
         "band": _curve(rows, "step", paired=True)[1],
-        "start page": finding.method(compared),
+        "start page": main_result.method(compared),
         "whiskers": plots.intervals(table, "title").layout.title.subtitle.text,
     }
     for name, sentence in sentences.items():

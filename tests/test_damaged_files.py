@@ -20,8 +20,8 @@ from foreign import IDS, hugging_face, llama_tensors, nanogpt, quietly, rezipped
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import workbench
-from workbench.checkpoints.identify import CONFIG
-from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.loading import read_state
+from workbench.checkpoints.paths import CONFIG
 from workbench.checkpoints.saving import save
 from workbench.errors import BadCheckpoint
 

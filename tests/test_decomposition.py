@@ -9,8 +9,8 @@ import torch
 from seams import TOGETHER
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.hook_names import path_name, stream_hook
 from workbench.models.decomposition import TOLERANCE, decompose
-from workbench.names import path_name, stream_hook
 
 WIDE = torch.float64
 

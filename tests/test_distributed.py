@@ -15,7 +15,7 @@ import torch
 
 from workbench import distributed
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import WorkbenchError
 from workbench.measurement import forward_pass
 from workbench.measurement.measuring import measure

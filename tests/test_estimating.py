@@ -16,7 +16,7 @@ from torch import nn
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadData, UnknownName
 from workbench.measurement.memory_estimate import measuring_memory, on_a_line
-from workbench.models.live_bytes import LiveBytes
+from workbench.models.tensor_memory import LiveBytes
 from workbench.training.memory_estimate import training_memory
 
 SHAPES = {  # parameters that matter, activations that matter, and long sequences
@@ -31,11 +31,11 @@ import torch
 torch.set_num_threads(1)
 from workbench.measurement.memory_estimate import LIBRARIES
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.measurement.measuring import measure
 from workbench.models import build
 from workbench.training.loop import train
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 kind, architecture, model, batch, T, metrics, root = json.loads(sys.argv[1])
 config = ModelConfig(**model)
 def status(key):

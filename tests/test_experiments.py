@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.interventions import INTERVENTIONS
 
 WIDE = torch.float64

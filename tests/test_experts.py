@@ -16,7 +16,7 @@ import workbench
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.errors import ObservedInstead, WorkbenchError
 from workbench.metrics.experts import expert_load, first_token_experts, router_entropy
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 from workbench.views import Link, Source, drawings
 
 SIX = {"num_experts": 6, "num_experts_per_tok": 2}

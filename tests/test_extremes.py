@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from workbench import plots
-from workbench.plots.grids import signed
+from workbench.plots.heat_maps import signed
 from workbench.plots.maps import separation_figure
 from workbench.plots.style import values_by_axis
 from workbench.runs.records import provenance, records

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import workbench
-from workbench.checkpoints.opening import read_state
+from workbench.checkpoints.loading import read_state
 from workbench.errors import BadCheckpoint, NotCovered
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 61, "multiple_of": 16}

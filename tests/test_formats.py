@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 import workbench
 from workbench.checkpoints import formats
 from workbench.checkpoints.format import formats as known
-from workbench.checkpoints.identify import CONFIG, identify, series
-from workbench.checkpoints.opening import read_state
-from workbench.checkpoints.read import read
+from workbench.checkpoints.loading import read_state
+from workbench.checkpoints.paths import CONFIG, identify, series
+from workbench.checkpoints.state_dicts import read
 from workbench.checkpoints.transformers_modules import module_of
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 GOLDEN = Path(__file__).parent / "golden"
 

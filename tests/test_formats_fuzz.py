@@ -16,7 +16,7 @@ from foreign import rezipped
 
 import workbench
 from workbench.checkpoints import transformers_modules
-from workbench.checkpoints.identify import CONFIG
+from workbench.checkpoints.paths import CONFIG
 from workbench.errors import WorkbenchError
 
 ROUNDS = 8  # of each form; `benchmarks/damaged_files.py` tries thousands

@@ -8,7 +8,7 @@ import pytest
 import test_padding
 import torch
 
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import PaddingLeftOut
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.forward_pass import reductions_of

@@ -211,7 +211,7 @@ def test_stop_strings_span_tokens_and_are_left_out(writer):
 
 
 def test_the_command_writes_the_text_that_generate_returns(writer, monkeypatch):
-    monkeypatch.setattr("workbench.checkpoints.opening.load", lambda path, **settings: writer)
+    monkeypatch.setattr("workbench.checkpoints.loading.load", lambda path, **settings: writer)
     options = [
         *["--temperature", "0.5", "--top-k", "40", "--top-p", "0.9", "--seed", "3", "-n", "9", "--stop", "b", "--stop"],
         "\n",

@@ -10,7 +10,7 @@ import torch
 
 import workbench
 from workbench.errors import BadCheckpoint
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import workbench
-from workbench.checkpoints.llama_names import llama_name
+from workbench.checkpoints.tensor_and_setting_names import llama_name
 from workbench.errors import ArchitectureAssumed, BadCheckpoint
+from workbench.hook_names import stream_hook
 from workbench.metrics.attention import importance_entropy
 from workbench.metrics.residual import token_similarity
-from workbench.names import stream_hook
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))

@@ -18,7 +18,7 @@ from transformers import (
 
 import workbench
 from workbench.errors import ArchitectureAssumed, BadData, UnknownName, WorkbenchError
-from workbench.names import stream_hook
+from workbench.hook_names import stream_hook
 
 IDS = torch.randint(64, (3, 12), generator=torch.Generator().manual_seed(0))
 SIZES = {"vocab_size": 64, "initializer_range": 0.3}

@@ -7,7 +7,7 @@ import torch
 from hooked import tokens
 
 from workbench.errors import UnknownName
-from workbench.names import either_name, hook_name
+from workbench.hook_names import either_name, hook_name
 
 NAME, ALIAS = "blocks.2.attn.source.0.hook_v", "blocks.2.attn.first.hook_v"
 

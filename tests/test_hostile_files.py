@@ -11,16 +11,16 @@ from pathlib import Path
 import dashboard
 import pytest
 
-from workbench.cli.dashboard_server import NOTE, running_note
-from workbench.cli.listing import listing
+from workbench.cli.dashboard_process import NOTE, running_note
+from workbench.cli.list_tables import listing
 from workbench.data import corpus
 from workbench.errors import WorkbenchError
-from workbench.files import MAX_TABLE, replacing, write_text
-from workbench.measurement.subjects import sample_of
+from workbench.file_io import MAX_TABLE, replacing, write_text
+from workbench.measurement.models_and_data import sample_of
 from workbench.runs.catalogue import catalogue
-from workbench.runs.index import INDEX
 from workbench.runs.records import metrics_of, run_records
 from workbench.runs.run import Run, list_runs
+from workbench.runs.sqlite_index import INDEX
 from workbench.runs.table_cache import TelemetryCache
 from workbench.studies.demo import STATUS
 from workbench.studies.study_file import read_study

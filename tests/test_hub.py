@@ -17,10 +17,10 @@ import typer.testing
 
 import workbench
 from workbench.checkpoints import hub
-from workbench.checkpoints.identify import identify, series
+from workbench.checkpoints.paths import identify, series
 from workbench.cli import app
 from workbench.errors import BadCheckpoint, ObservedInstead
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 IDS = torch.arange(12)[None] % 61
 

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 import workbench
-from workbench.checkpoints.identify import CONFIG, series
+from workbench.checkpoints.paths import CONFIG, series
 from workbench.checkpoints.saving import export, save
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
 

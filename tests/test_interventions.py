@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 
-from workbench.data.sources import RepeatedData, Sample
+from workbench.data.data_sources import RepeatedData, Sample
 from workbench.interventions import replaced, token_means, value_ablation
 
 

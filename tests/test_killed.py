@@ -14,8 +14,8 @@ import pytest
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench.config import TrainConfig
 from workbench.console import time_left
-from workbench.data.sources import RepeatedData
-from workbench.jobs import processes
+from workbench.data.data_sources import RepeatedData
+from workbench.jobs import worker_processes
 from workbench.jobs.running import Job, run_jobs
 from workbench.runs.run import Run
 from workbench.training.loop import train
@@ -57,7 +57,7 @@ def test_time_left_does_not_count_what_was_there_already():
 
 
 def test_what_jobs_return_is_heard(forkserver, monkeypatch):
-    monkeypatch.setattr(processes, "default_processes", lambda: 1)
+    monkeypatch.setattr(worker_processes, "default_processes", lambda: 1)
     heard, ended = {}, []
     jobs = [Job(name, len, (name,)) for name in ("a", "bb")]
     run_jobs(jobs, None, lambda job, error: ended.append((job.name, error)), heard.__setitem__)

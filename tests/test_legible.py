@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from app.elements.common import colour_table
-from app.settings import SETTINGS
+from app.streamlit_settings import SETTINGS
 from workbench import plots
 from workbench.models.registry import ARCHITECTURES, SYMBOLS
 from workbench.plots import HEADS
-from workbench.plots.experiments import STATUSES
 from workbench.plots.maps import COLOURS
+from workbench.plots.start import STATUSES
 from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, SEQUENTIAL, colour, symbol
 from workbench.runs.records import records
 

@@ -15,7 +15,7 @@ from llama2c_files import HEADER, PIECES, parts, tokens, write
 import workbench
 from workbench.checkpoints.formats.llama2c import read_tokenizer
 from workbench.errors import BadCheckpoint
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 HERE = Path(__file__).parents[2] / "shared" / "strangers"
 STORIES = HERE / "stories260K.bin"

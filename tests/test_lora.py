@@ -13,7 +13,7 @@ import transformers
 
 import workbench
 from workbench.errors import BadCheckpoint
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 from workbench.storage.mirror import folder
 
 IDS = torch.arange(12)[None] % 61

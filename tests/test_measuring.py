@@ -12,12 +12,12 @@ import torch
 from kernel_inputs import LargestTensor
 from measured import EVERYTHING, MODEL, RECIPE
 
-from workbench.data.sources import prepare
+from workbench.data.data_sources import prepare
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.measurement import forward_pass
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
-from workbench.models.live_bytes import LiveBytes
+from workbench.models.tensor_memory import LiveBytes
 from workbench.observing.observation import observe
 from workbench.runs.records import COLUMNS, TEXT, WHOLE
 from workbench.training.loop import train

@@ -11,8 +11,8 @@ import torch
 from inputs import SMALL, WIDE, tokens
 from seams import COVERING, TOGETHER
 
+from workbench.hook_names import ACTIVATIONS, position_axis
 from workbench.models import build
-from workbench.names import ACTIVATIONS, position_axis
 
 # ---- two paths, one result -------------------------------------------------------------------------------------------
 

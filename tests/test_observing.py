@@ -9,8 +9,8 @@ from observed import LAMBDAS, STRANGERS, logits_of, pattern_of, see, stranger
 from strangers import GPT, LAYERS, SharedValues, eagerly, large
 
 import workbench
+from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
-from workbench.names import STATISTICS
 
 
 @pytest.mark.fast(12)

@@ -12,8 +12,8 @@ from strangers import GPT, HEADS, VOCABULARY, D, large
 from torch import nn
 
 from workbench.errors import WorkbenchError
+from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
-from workbench.names import STATISTICS
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 SLOPES = torch.tensor([0.05, 0.1, 0.2, 0.4])

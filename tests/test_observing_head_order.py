@@ -11,7 +11,7 @@ from observed import BEFORE, see
 from strangers import GPT, HEADS, VOCABULARY, large
 
 from workbench.errors import WorkbenchError
-from workbench.names import STATISTICS
+from workbench.hook_names import STATISTICS
 
 SCALE = 8**-0.5
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, BatchEncoding, LlamaConfig, LlamaForCaus
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
-from workbench.measurement.subjects import Subject, sample_of
+from workbench.measurement.models_and_data import Subject, sample_of
 from workbench.prompts.prompt import tokenise
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 TEXT = "The cat sat on the mat and looked at the moon."
 

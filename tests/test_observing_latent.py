@@ -11,8 +11,8 @@ from observed import BEFORE, PLACE, see, stranger
 from strangers import GPT, HEADS, D, large, split
 from torch import nn
 
+from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
-from workbench.names import STATISTICS
 
 RANK, PLAIN, TURNED, VALUE = 12, 8, 4, 6
 

@@ -13,9 +13,9 @@ from strangers import GPT, VOCABULARY, large
 
 import workbench
 from workbench.errors import NotMeasured, WorkbenchError
+from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
 from workbench.metrics import METRICS
-from workbench.names import STATISTICS
 from workbench.observing.interception.masks import mask_kind
 
 MASKS = {

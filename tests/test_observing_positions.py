@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import workbench
 from workbench.errors import WorkbenchError
+from workbench.hook_names import NULL, STATISTICS
 from workbench.models.decomposition import decompose
-from workbench.names import NULL, STATISTICS
 
 
 def of_layer_1(observed, ids):

@@ -14,7 +14,7 @@ from torch import nn
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.observing.recognition.structure import UNLIMITED
+from workbench.observing.recognition.decoder_structure import UNLIMITED
 
 
 def noisy(q, k, v, layer):

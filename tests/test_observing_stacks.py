@@ -10,7 +10,7 @@ from strangers import GPT, HEADS, LAYERS, large
 
 import workbench
 from workbench.errors import WorkbenchError
-from workbench.names import STATISTICS
+from workbench.hook_names import STATISTICS
 
 
 def seen(module, ids, *names):

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import workbench
 from workbench.models.decomposition import decompose
-from workbench.observing.interception.weights import matrix_and_bias
+from workbench.observing.interception.sharded_weights import matrix_and_bias
 from workbench.prompts import logit_attribution, score_attribution
 
 

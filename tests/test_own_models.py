@@ -16,7 +16,7 @@ from workbench.checkpoints.saving import export, save
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, WorkbenchError
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 from workbench.runs.run import Run
 from workbench.views import Source
 

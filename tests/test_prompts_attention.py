@@ -15,7 +15,7 @@ from prompt_ids import some_ids
 from seams import ATTENDING
 
 from workbench.errors import BadData, UnknownName
-from workbench.kernels.pooled import bucket_edges
+from workbench.kernels.pooled_maps import bucket_edges
 from workbench.metrics.attention import effective_keys, row_entropy, sink_mass
 from workbench.prompts import AttentionInputs, attention_inputs, attention_map, attention_overview
 from workbench.prompts.attention_maps import SoftmaxArrays

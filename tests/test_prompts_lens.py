@@ -11,10 +11,10 @@ import pytest
 import torch
 from prompt_ids import V, some_ids
 
-from workbench.data.sources import RepeatedData, Sample
+from workbench.data.data_sources import RepeatedData, Sample
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.interventions.retention import nearest_embedding
-from workbench.names import stream_hook
+from workbench.hook_names import stream_hook
+from workbench.interventions.token_ranks import nearest_embedding
 from workbench.prompts import logit_lens, token_identity
 
 

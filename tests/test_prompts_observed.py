@@ -83,7 +83,7 @@ def test_the_lens_of_an_observed_model_is_its_own_norm_and_head_on_each_stream(o
 
 def test_first_values_are_each_tokens_alone_where_positions_are_in_the_stream(observed):
     """A token further on in a text has another first value, and none of the table's rows may be one of those."""
-    from workbench.interventions.retention import token_tables
+    from workbench.interventions.token_ranks import token_tables
 
     ids = some_ids()
     _, cache = observed.run_with_cache(ids, names_filter="blocks.0.attn.hook_v")

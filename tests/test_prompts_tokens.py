@@ -7,8 +7,8 @@ import pytest
 from prompt_ids import V, some_ids
 
 from workbench.errors import BadData
+from workbench.hook_names import stream_hook
 from workbench.models.decomposition import decompose
-from workbench.names import stream_hook
 from workbench.prompts import (
     attention_inputs,
     attention_overview,

@@ -11,7 +11,7 @@ from planted import evidence, losses, runs
 from workbench import plots
 from workbench.claims import CLAIMS
 from workbench.claims.judging import claim_figure
-from workbench.claims.published import beside_published, differences_by_budget, published, published_differences
+from workbench.claims.published_numbers import beside_published, differences_by_budget, published, published_differences
 from workbench.errors import WorkbenchError
 
 LOGS = Path(__file__).parents[2] / "shared" / "strangers" / "published" / "modded_nanogpt_val_loss.parquet"

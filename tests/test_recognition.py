@@ -10,21 +10,21 @@ import torch
 from strangers import GPT, large
 
 from workbench.observing.interception.masks import CAUSAL
-from workbench.observing.interception.positions import Axes
+from workbench.observing.interception.position_axes import Axes
 from workbench.observing.recognition import projections
 from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.attention_calls import near, reference, score_factor
-from workbench.observing.recognition.executions import Execution, TracedTensor
-from workbench.observing.recognition.fits import fit, fit_rotated, stream_sums, weights_by_token
-from workbench.observing.recognition.outputs import explained
+from workbench.observing.recognition.decoder_structure import LayerStructure, Part, Projection
+from workbench.observing.recognition.layer_outputs import explained
+from workbench.observing.recognition.least_squares import fit, fit_rotated, stream_sums, weights_by_token
+from workbench.observing.recognition.module_runs import Execution, TracedTensor
 from workbench.observing.recognition.projections import (
     find_projection,
     matching_columns,
     matching_head_columns,
     same_projection,
 )
-from workbench.observing.recognition.structure import LayerStructure, Part, Projection
-from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.traced_run import Trace
 from workbench.observing.recognition.value_paths import fit_value_paths, mixture_of, value_path_table
 
 ROWS, HEADS, WIDTH = 50, 3, 4

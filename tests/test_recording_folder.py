@@ -11,7 +11,7 @@ from own_loop import GPT, PLAIN, loop
 from recordings import record_for_ever, rows
 
 from workbench import Recorder
-from workbench.cli.listing import listing
+from workbench.cli.list_tables import listing
 from workbench.errors import WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import Run, is_locked, list_runs

@@ -14,9 +14,9 @@ from torch import nn
 
 import workbench
 from workbench.errors import BadCheckpoint, ObservedInstead, WorkbenchError
+from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
-from workbench.names import STATISTICS
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 
 IDS = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
 

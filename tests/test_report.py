@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import dashboard
 import pytest
 
-from workbench import files
+from workbench import file_io
 from workbench.claims.analysis import Analysis, write_page
-from workbench.claims.collect import stored
+from workbench.claims.collect_evidence import stored
 from workbench.claims.judging import chosen, judge, with_figure
 from workbench.claims.verdict import Verdict
 from workbench.places import SHIPPED
-from workbench.reports import folder
-from workbench.reports.folder import series_by_run, write_report
-from workbench.runs import trackers
+from workbench.reports import runs_report
+from workbench.reports.runs_report import series_by_run, write_report
+from workbench.runs import tracker_export
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
 from workbench.storage.packed import unpacked
-from workbench.studies.runner import outcomes
+from workbench.studies.study_runs import outcomes
 from workbench.views import Link, Source, start
 
 
@@ -51,7 +51,7 @@ def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, 
         dashboard.copied(path, tmp_path / path.name)
         info = json.loads((tmp_path / path.name / "run.json").read_text())
         info["data"]["shortest"] = drawn
-        files.write_json(tmp_path / path.name / "run.json", info)
+        file_io.write_json(tmp_path / path.name / "run.json", info)
     page = write_report(tmp_path, tmp_path / "report.html").read_text()
     assert [w for w in ("always begins at", "has to recognise", "In some of these runs") if w in page][-1].startswith(
         says
@@ -86,16 +86,18 @@ def test_no_number_is_the_mean_of_two_sets_of_documents(tmp_path, monkeypatch):
     loss = common | {"metric": "validation_loss", "layer": None, "head": None, "unit": "nats"}
     write_parquet(records([loss | {"step": 20, "value": 3.0}]), place / "telemetry" / "000000-000021.parquet")
     drawn = []
-    plot = folder.plots.plot
-    monkeypatch.setattr(folder.plots, "plot", lambda frame, **options: drawn.append(frame) or plot(frame, **options))
+    plot = runs_report.plots.plot
+    monkeypatch.setattr(
+        runs_report.plots, "plot", lambda frame, **options: drawn.append(frame) or plot(frame, **options)
+    )
     write_report(tmp_path, tmp_path / "report.html")
     (masses,) = [frame["value"].tolist() for frame in drawn if set(frame["metric"]) == {"sink_mass"}]
     assert masses == [0.1, 0.6]
     sent = []
-    monkeypatch.setattr(trackers, "installed_trackers", lambda to: [to])
-    monkeypatch.setattr(trackers, "open_trackers", lambda *_: [])
-    monkeypatch.setattr(trackers, "send_rows", lambda _, frame: sent.append(frame))
-    trackers.export_log(Run.open(place), "x", ["sink_mass"])
+    monkeypatch.setattr(tracker_export, "installed_trackers", lambda to: [to])
+    monkeypatch.setattr(tracker_export, "open_trackers", lambda *_: [])
+    monkeypatch.setattr(tracker_export, "send_rows", lambda _, frame: sent.append(frame))
+    tracker_export.export_log(Run.open(place), "x", ["sink_mass"])
     assert sent[0]["value"].tolist() == [0.1, 0.4, 0.6]
     source = Source(tmp_path)
     claim = next(c for c in chosen() if c.name == "sharing_values_delays_the_sink")

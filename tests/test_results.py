@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import MARK, SUM, replacing, write_json, write_text
+from workbench.file_io import MARK, SUM, replacing, write_json, write_text
 from workbench.runs.records import (
     COLUMNS,
     SAMPLE_COLUMNS,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensors import seeded
 
-from workbench.metrics.retention import (
+from workbench.hook_names import ACTIVATIONS
+from workbench.metrics.token_probes import (
     ClassSums,
     Discriminant,
     PreviousTokenProbe,
@@ -20,7 +21,6 @@ from workbench.metrics.retention import (
     key_of,
     random_labels,
 )
-from workbench.names import ACTIVATIONS
 
 PROBES = [TokenProbe, TokenProbeStreamed]
 EVERY_PROBE = [*PROBES, PreviousTokenProbe, PreviousTokenProbeStreamed]

@@ -12,7 +12,7 @@ import torch
 import workbench
 from workbench.checkpoints.saving import weights_hash
 from workbench.config import TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.runs.records import load_records
 from workbench.training.loop import train
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from workbench.checkpoints.opening import load
+from workbench.checkpoints.loading import load
 from workbench.checkpoints.saving import save
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData, open_data, prepare
+from workbench.data.data_sources import RepeatedData, open_data, prepare
 from workbench.errors import BadCheckpoint, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.run import CORPORA, Run, is_locked, list_runs, runs_folder

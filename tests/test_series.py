@@ -12,9 +12,9 @@ from foreign import IDS, nanogpt, same
 from transformers import AutoModelForCausalLM  # fmt: skip
 
 import workbench
-from workbench.checkpoints.identify import CONFIG, series
+from workbench.checkpoints.paths import CONFIG, series
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError
-from workbench.runs.importing import import_run
+from workbench.runs.checkpoint_import import import_run
 from workbench.runs.run import list_runs
 
 

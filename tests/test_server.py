@@ -13,7 +13,7 @@ import pytest
 import visiting
 from browsing import ask, connected
 
-from workbench.cli import dashboard_server
+from workbench.cli import dashboard_process
 from workbench.errors import WorkbenchError
 from workbench.runs.run import runs_folder
 
@@ -23,9 +23,9 @@ from app.server import FRONT
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory):
-    server = dashboard_server.serve(tmp_path_factory.mktemp("runs"), browsing.free_port())
+    server = dashboard_process.serve(tmp_path_factory.mktemp("runs"), browsing.free_port())
     yield int(server.url.rpartition(":")[2])
-    dashboard_server.stop(server)
+    dashboard_process.stop(server)
 
 
 SMALL, LARGE = (
@@ -103,20 +103,20 @@ def test_only_listed_files_are_sent(port, path):
 
 @pytest.mark.slow
 def test_a_dashboard_ends_with_who_started_it_even_where_nothing_can_be_written(tmp_path):
-    for name in (".app.log", dashboard_server.NOTE):  # neither can be a file
+    for name in (".app.log", dashboard_process.NOTE):  # neither can be a file
         (tmp_path / name).mkdir()
     port = browsing.free_port()
     code = (
-        "import time; from pathlib import Path; from workbench.cli import dashboard_server;"
-        f"dashboard_server.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
+        "import time; from pathlib import Path; from workbench.cli import dashboard_process;"
+        f"dashboard_process.serve(Path({str(tmp_path)!r}), {port}); time.sleep(60)"
     )
     starter = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert soon(lambda: dashboard_server._healthy(port), 60)
+        assert soon(lambda: dashboard_process._healthy(port), 60)
     finally:
         starter.kill()
         starter.wait()
-    assert soon(lambda: not dashboard_server._healthy(port), 10)
+    assert soon(lambda: not dashboard_process._healthy(port), 10)
 
 
 def soon(true, within):
@@ -130,7 +130,7 @@ def soon(true, within):
 @pytest.mark.slow
 def test_visitors_who_leave_take_their_open_files_with_them(tmp_path):
     dashboard.run(tmp_path, "r", "transformer", 0, "text", steps=(0,))
-    server = dashboard_server.serve(tmp_path, browsing.free_port())
+    server = dashboard_process.serve(tmp_path, browsing.free_port())
     try:
         visiting.together(server.url, ["start?a=r"])
         opened = lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))  # noqa: E731
@@ -138,16 +138,16 @@ def test_visitors_who_leave_take_their_open_files_with_them(tmp_path):
         visiting.together(server.url, ["start?a=r"] * 4)
         assert soon(lambda: opened() <= before, 10)
     finally:
-        dashboard_server.stop(server)
+        dashboard_process.stop(server)
 
 
 def test_ctrl_c_while_a_dashboard_starts_ends_it(tmp_path, monkeypatch):
     started = []
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
-    monkeypatch.setattr(dashboard_server, "_healthy", lambda port: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(dashboard_process, "_healthy", lambda port: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        dashboard_server.serve(tmp_path, browsing.free_port())
+        dashboard_process.serve(tmp_path, browsing.free_port())
     assert started[0].poll() is not None
 
 
@@ -155,6 +155,6 @@ def test_what_cannot_be_a_folder_of_runs_is_said_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(WorkbenchError, match=r"file cannot be the folder of runs: File exists"):
-        dashboard_server.make_folder(tmp_path / "file")
+        dashboard_process.make_folder(tmp_path / "file")
     with pytest.raises(WorkbenchError, match=r"loop cannot be the folder of runs"):
-        dashboard_server.make_folder(runs_folder(tmp_path / "loop"))
+        dashboard_process.make_folder(runs_folder(tmp_path / "loop"))

@@ -12,7 +12,7 @@ import torch
 import visiting
 from app_pages import is_of, numbers, weights_sent
 
-from workbench.cli import dashboard_server
+from workbench.cli import dashboard_process
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 
@@ -35,9 +35,9 @@ def runs(populated, tmp_path):
 @pytest.fixture
 def cold(runs):
     """Address of a server that nobody has asked for anything yet."""
-    server = dashboard_server.serve(runs, browsing.free_port())
+    server = dashboard_process.serve(runs, browsing.free_port())
     yield server.url
-    dashboard_server.stop(server)
+    dashboard_process.stop(server)
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import torch
 from app_pages import charts, said
 
 import workbench
-from workbench.claims import all_verdicts
-from workbench.claims import collect as collecting
-from workbench.claims.collect import collect, find_runs, stored
-from workbench.data import sources
+from workbench.claims import collect_evidence as collecting
+from workbench.claims import stored_verdicts
+from workbench.claims.collect_evidence import collect, find_runs, stored
+from workbench.data import data_sources
 from workbench.data.corpus import Corpus, Document
-from workbench.data.sources import RepeatedData, TextData, open_data
+from workbench.data.data_sources import RepeatedData, TextData, open_data
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.measurement.measuring import measure
@@ -25,16 +25,16 @@ from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import load_records
 from workbench.runs.run import Run, list_runs
-from workbench.statistics.formation import sink_step
+from workbench.statistics.copying_and_sink_steps import sink_step
 from workbench.storage import packed
 from workbench.storage.mirror import address_of
 from workbench.storage.packed import unpacked
-from workbench.studies.runner import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.studies.shipping import ship
 from workbench.studies.study_file import read_study
+from workbench.studies.study_runs import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.training.loop import train
 from workbench.views import Link, Source, source
-from workbench.views.run_groups import runs_table
+from workbench.views.start_runs import runs_table
 from workbench.views.writing import caption_of
 
 STUDY = """
@@ -163,8 +163,8 @@ def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monke
         Document(f"{i}.py", "python", "train" if i else "validation", "def f(x):\n    return x\n" * 20)
         for i in range(3)
     ]
-    monkeypatch.setattr(sources, "embedded", lambda: Corpus(tuple(texts), {}))
-    data = TextData(sources.embedded(), train_tokenizer([d.text for d in texts], 270))
+    monkeypatch.setattr(data_sources, "embedded", lambda: Corpus(tuple(texts), {}))
+    data = TextData(data_sources.embedded(), train_tokenizer([d.text for d in texts], 270))
     data.tokenizer.save(tmp_path / "tokenizer.json")
     assert open_data(data.describe(), tmp_path, tmp_path / "tokenizer.json").hash == data.hash
     with pytest.raises(BadCheckpoint, match="is not under"):
@@ -212,13 +212,13 @@ def test_pictures_of_compared_runs_without_weights_name_both(evidence, tmp_path,
 
 
 def test_shipped_runs_are_judged_beside_a_folder_that_does_not_hold_them(evidence, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(all_verdicts, "SHIPPED", evidence.parent)
+    monkeypatch.setattr(stored_verdicts, "SHIPPED", evidence.parent)
     paths = [e.path for e in catalogue(evidence).entries]
 
     def judged(*asked):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(asked)))
-        all_verdicts.main(tmp_path)
-        return all_verdicts.parse_verdicts(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        stored_verdicts.main(tmp_path)
+        return stored_verdicts.parse_verdicts(json.loads(capsys.readouterr().out.splitlines()[-1]))
 
     assert {"loss", "sink_mass"} <= judged(*paths).metrics
     with pytest.raises(WorkbenchError, match="1 of 3 runs to judge are gone"):

@@ -19,7 +19,7 @@ from test_differences import FAMILIES, FIVE, family_model
 
 import workbench
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.metrics.retention import ClassSums, Discriminant, fitted
+from workbench.metrics.token_probes import ClassSums, Discriminant, fitted
 from workbench.models import build
 from workbench.sklearn import (
     SoftmaxProbe,

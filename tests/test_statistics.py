@@ -10,7 +10,7 @@ from scipy import stats
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.runs.records import records
-from workbench.statistics import scaling
+from workbench.statistics import parameter_and_token_savings
 from workbench.statistics.censored import (
     censored,
     compare_steps,
@@ -19,7 +19,7 @@ from workbench.statistics.censored import (
     median_in_words,
     median_step,
 )
-from workbench.statistics.formation import formation_steps
+from workbench.statistics.copying_and_sink_steps import formation_steps
 from workbench.statistics.intervals import (
     Interval,
     over_documents,
@@ -37,7 +37,7 @@ from workbench.statistics.loss_curves import (
     step_at_loss,
 )
 from workbench.statistics.multiple_testing import holm
-from workbench.statistics.scaling import _around, saved_share, savings, savings_intervals
+from workbench.statistics.parameter_and_token_savings import _around, saved_share, savings, savings_intervals
 
 # average validation loss by millions of parameters, Zhou et al. 2024, their first table
 VANILLA = pd.Series({81.90: 2.7389, 179.87: 2.5015, 467.92: 2.2806})
@@ -203,7 +203,7 @@ def test_savings_of_the_published_table_depend_on_the_form():
 
 
 def test_curve_with_an_offset_meets_the_published_table(monkeypatch):
-    monkeypatch.setattr(scaling, "MIN_SIZES", 3)
+    monkeypatch.setattr(parameter_and_token_savings, "MIN_SIZES", 3)
     assert savings(RESFORMER, VANILLA)["offset"] == pytest.approx(0.130, abs=5e-4)
 
 
@@ -220,12 +220,16 @@ def test_savings_recover_a_planted_one_from_four_sizes(form):
 def test_equal_curves_save_nothing_whatever_their_shape(floor):
     """Three of the forms do not fit these losses; they err alike for both curves."""
     curve = pd.Series(floor + 3.0 * np.array([1.0, 2.0, 4.0, 16.0]) ** -0.1 + 2.5, index=[1.0, 2.0, 4.0, 16.0])
-    assert savings(curve, curve) == pytest.approx(dict.fromkeys(scaling.FORMS, 0.0), abs=1e-9)
+    assert savings(curve, curve) == pytest.approx(dict.fromkeys(parameter_and_token_savings.FORMS, 0.0), abs=1e-9)
 
 
 def planted(shift, spread):
     rows = [
-        {"size": size, "seed": seed, "loss": 3 * (size * shift) ** -0.2 + spread * math.sin(9 * seed + 99 * size * shift)}
+        {
+            "size": size,
+            "seed": seed,
+            "loss": 3 * (size * shift) ** -0.2 + spread * math.sin(9 * seed + 99 * size * shift),
+        }
         for size in (1.0, 2.0, 4.0, 8.0)
         for seed in range(4)
     ]

@@ -21,13 +21,13 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import workbench
 from workbench import environment
-from workbench.claims.collect import gather
+from workbench.claims.collect_evidence import gather
 from workbench.errors import BadCheckpoint, LeftOut, NotSent, OnlyHere, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
 from workbench.runs.run import Run, list_runs, runs_folder
-from workbench.storage import bounds, mirror, remote, sync
-from workbench.storage.locations import locate
+from workbench.storage import mirror, remote
+from workbench.storage.path_or_url import locate
 
 URL = "memory://bucket/runs"
 
@@ -212,7 +212,7 @@ def test_the_cache_stays_within_its_bounds_and_keeps_what_is_not_up(machine, mon
     assert own.read_bytes()[-4:] == b"abcd", "nor is it overwritten"
     monkeypatch.setenv(environment.CACHE_GB, "much")
     with pytest.raises(WorkbenchError, match="WORKBENCH_CACHE_GB='much' is no number"):
-        bounds.limit()
+        mirror.limit()
 
 
 def test_what_is_replaced_or_removed_there_is_here_too(machine):
@@ -288,7 +288,7 @@ def test_what_a_broken_connection_leaves_behind_is_not_told_beside_the_sentence(
 
 
 def test_a_path_of_this_machine_is_nothing_to_the_mirrors(tmp_path):
-    assert sync.mirror_of(tmp_path) is None
+    assert mirror.mirror_of(tmp_path) is None
     assert locate(tmp_path).path == mirror.fetch_all(tmp_path) == tmp_path
     assert mirror.address_of(tmp_path) == str(tmp_path)
     mirror.push(tmp_path)
@@ -317,7 +317,7 @@ def test_a_run_may_have_the_name_of_any_bookkeeping(machine, name):
         assert files_here(mirror.here(URL)) == {f"{name}/run.json", f"{name}/records/a.json"}
         mirror.forget()
     assert mirror.here(f"{URL}/{name}").name == name
-    assert sync.mirror_of(runs_folder(URL)).url == URL
+    assert mirror.mirror_of(runs_folder(URL)).url == URL
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ def test_what_this_disk_cannot_hold_is_named_and_the_rest_is_here(machine, name,
 
 def test_an_object_with_the_name_of_a_folder_is_named(machine):
     """As object stores have them; the filesystem of these tests refuses both at once."""
-    fits, left_out = sync.usable_files(
-        sync.mirror_of(runs_folder(URL)), {"r": "1", "r/run.json": "1", "s/run.json": "1"}
+    fits, left_out = mirror.usable_files(
+        mirror.mirror_of(runs_folder(URL)), {"r": "1", "r/run.json": "1", "s/run.json": "1"}
     )
     assert (list(fits), left_out) == (["r/run.json", "s/run.json"], {"r": "a folder has the same name"})
 
@@ -384,7 +384,7 @@ def test_a_file_that_is_a_folder_now_and_the_other_way_round(machine):
 
 
 def test_a_mirror_whose_url_was_changed_is_refused(machine):
-    place = runs_folder(URL) / sync.NOTES / sync.SOURCE
+    place = runs_folder(URL) / mirror.NOTES / mirror.SOURCE
     place.write_text(json.dumps({"url": "memory://elsewhere/runs"}))
     with pytest.raises(BadCheckpoint, match=r"not the URL that .* was made for"):
         mirror.here(URL)
@@ -417,13 +417,13 @@ def test_weights_that_another_process_reads_are_not_evicted(machine, tmp_path, m
         assert reader.stdout.readline() == "reading\n"
         with mirror.reading(mirror.here(f"{url}/s")) as own:
             mirror.forget()
-            bounds.trim(tmp_path / "disk")
+            mirror.trim(tmp_path / "disk")
             assert len(list(own.glob("*.safetensors"))) == 2, "another lease of this process counts as well"
-        bounds.trim(tmp_path / "disk")
+        mirror.trim(tmp_path / "disk")
         assert not list(own.glob("*.safetensors"))
         answer, _ = reader.communicate("\n")
     assert answer == "['1.safetensors', '2.safetensors']\n"
-    bounds.trim(tmp_path / "disk")
+    mirror.trim(tmp_path / "disk")
     assert not list(own.parent.rglob("*.safetensors"))
 
 

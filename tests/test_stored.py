@@ -9,13 +9,13 @@ import torch
 from foreign import rezipped
 from safetensors.torch import save_file
 
-from workbench.checkpoints import stored as module
-from workbench.checkpoints.identify import Checkpoint
-from workbench.checkpoints.opening import read_state
-from workbench.checkpoints.pickled import unpickle
-from workbench.checkpoints.read import read
-from workbench.checkpoints.state import whole_number
-from workbench.checkpoints.stored import safetensors_table
+from workbench.checkpoints import stored_tensors as module
+from workbench.checkpoints.checkpoint_facts import whole_number
+from workbench.checkpoints.loading import read_state
+from workbench.checkpoints.paths import Checkpoint
+from workbench.checkpoints.safe_unpickling import unpickle
+from workbench.checkpoints.safetensors_files import safetensors_table
+from workbench.checkpoints.state_dicts import read
 from workbench.errors import BadCheckpoint
 
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

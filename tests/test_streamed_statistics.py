@@ -7,8 +7,8 @@ import torch
 from hooked import WIDE, grouped, listening, tokens
 
 from workbench.errors import WorkbenchError
+from workbench.hook_names import STATISTICS, is_statistic
 from workbench.kernels import attention_reference
-from workbench.names import STATISTICS, is_statistic
 
 
 def softmax_of(scores):

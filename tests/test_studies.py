@@ -18,9 +18,9 @@ from workbench.jobs.running import BrokenProcessPool, Job, run_jobs
 from workbench.models import ARCHITECTURES, compose
 from workbench.places import SHIPPED
 from workbench.runs.run import Run
-from workbench.studies import runner
-from workbench.studies.runner import keep, outcomes, plan, prepare_data, run_study, sizes, summary, work
+from workbench.studies import study_runs
 from workbench.studies.study_file import read_study
+from workbench.studies.study_runs import keep, outcomes, plan, prepare_data, run_study, sizes, summary, work
 from workbench.training.loop import rate_factors
 
 FILES = sorted((Path(__file__).parents[1] / "analyses" / "studies").glob("*.toml"))
@@ -334,7 +334,7 @@ def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
 @pytest.mark.parametrize("file", FILES[::6], ids=lambda file: file.stem)
 def test_every_sixth_study_runs_in_its_quick_form(file, tmp_path_factory, forkserver, monkeypatch):
     """With one seed, and of each study two cells far apart: more would be the same work again."""
-    monkeypatch.setattr(runner, "QUICK_SEEDS", 1)
+    monkeypatch.setattr(study_runs, "QUICK_SEEDS", 1)
     root = tmp_path_factory.getbasetemp() / "quick-studies"  # one corpus for all
     study = read_study(file)
     study = dataclasses.replace(study, cells=study.cells[:: -(-len(study.cells) // 2)])

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from workbench.runs import index, table_cache
-from workbench.runs.index import INDEX
+from workbench.runs import sqlite_index, table_cache
 from workbench.runs.records import TEXT, records, write_parquet
 from workbench.runs.run import Run
+from workbench.runs.sqlite_index import INDEX
 from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.views import Source
 
@@ -281,7 +281,7 @@ def test_runs_of_a_folder_whose_index_cannot_be_written_stay_in_memory(ask, sett
 
 def test_the_index_of_a_shipped_or_closed_folder_is_in_the_users_cache(ask, settled, monkeypatch, tmp_path_factory):
     monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(index, "SHIPPED", ask.folder)
+    monkeypatch.setattr(sqlite_index, "SHIPPED", ask.folder)
     entries = settled()
     RecordCache(ask.folder).rows(entries)
     assert RecordCache(ask.folder).unread(entries) == 0

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from workbench.data import sources
-from workbench.data.sources import BackcopyData, RepeatedData, open_data
-from workbench.data.tasks import SHARPNESS, backcopy_tokens, repeated_tokens, task_generator
+from workbench.data import data_sources
+from workbench.data.data_sources import BackcopyData, RepeatedData, open_data
+from workbench.data.synthetic import SHARPNESS, backcopy_tokens, repeated_tokens, task_generator
 from workbench.errors import BadData, UnknownName
 
 
@@ -193,7 +193,7 @@ def test_batches_of_a_chain_equal_torch_multinomial_and_are_drawn_once_for_model
         assert torch.equal(task.batch(step, size, T, 4), ids)
     calls = []
     monkeypatch.setattr(
-        sources, "backcopy_tokens", lambda *given, **more: calls.append(given) or backcopy_tokens(*given, **more)
+        data_sources, "backcopy_tokens", lambda *given, **more: calls.append(given) or backcopy_tokens(*given, **more)
     )
     for _ in range(2):
         for step in range(40):

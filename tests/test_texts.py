@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import workbench
-from workbench.claims.collect import has_start_tokens
+from workbench.claims.collect_evidence import has_start_tokens
 from workbench.config import PRESETS, ModelConfig
-from workbench.data import sources
+from workbench.data import data_sources
 from workbench.data.corpus import dataset_rows, from_files, joined, read_documents
-from workbench.data.examples import examples
-from workbench.data.sources import open_data, open_tokens, prepare, read_tokens
+from workbench.data.data_sources import open_data, open_tokens, prepare, read_tokens
+from workbench.data.example_prompts import examples
 from workbench.errors import BadCheckpoint, BadData
-from workbench.measurement.subjects import Subject, sample_of
+from workbench.measurement.models_and_data import Subject, sample_of
 from workbench.models.hooked import next_token_loss
 from workbench.prompts.prompt import tokenise
 from workbench.training.loop import train
@@ -75,12 +75,12 @@ def test_ids_are_kept_beside_a_corpus_and_made_again_once_damaged(tmp_path, monk
     data = prepare(texts=[tmp_path / "book.txt"], vocabulary=270, bos="first", root=tmp_path)
     first, kept = data.train, data.folder / "train.parquet"
     with monkeypatch.context() as without:
-        without.setattr("workbench.data.sources.tokenize", None)
+        without.setattr("workbench.data.data_sources.tokenize", None)
         assert open_data(data.describe(), tmp_path).train.hash == first.hash
     content = kept.read_bytes()
     for place in {*range(0, len(content), len(content) // 4), len(content) - 6, len(content) - 100}:  # the footer too
         kept.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        sources._text_data.cache_clear()
+        data_sources._text_data.cache_clear()
         assert open_data(data.describe(), tmp_path).train.hash == first.hash
     assert kept.read_bytes() == content
 
@@ -174,7 +174,7 @@ def test_a_dataset_that_cannot_be_had_is_named(tmp_path):
 
 def test_example_prompts_that_are_no_utf8_are_refused_by_name(tmp_path, monkeypatch):
     (tmp_path / "prompts.toml").write_bytes(b"[[prompts]]\ntext = '\xb1'")
-    monkeypatch.setattr("workbench.data.examples.SHIPPED", tmp_path)
+    monkeypatch.setattr("workbench.data.example_prompts.SHIPPED", tmp_path)
     examples.cache_clear()
     with pytest.raises(BadData, match=r"prompts\.toml holds no prompts .*utf-8"):
         examples()

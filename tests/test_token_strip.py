@@ -9,7 +9,7 @@ import pytest
 import streamlit as st
 from app_pages import is_of
 
-from app import widgets
+from app import url_widgets
 from app.elements import token_strip
 from app.elements.common import colour_table, ink
 from workbench.errors import BadData
@@ -61,7 +61,7 @@ def test_ink_can_be_read_on_every_colour():
 def test_a_choice_is_written_into_the_address_and_nothing_else(monkeypatch, told, none, written):
     found = []
     monkeypatch.setattr(st, "session_state", {"strip_position": {"asked": told}})
-    monkeypatch.setattr(widgets, "update_url", lambda **changes: found.append(changes))
+    monkeypatch.setattr(url_widgets, "update_url", lambda **changes: found.append(changes))
     token_strip.write_position("position", range(7, 11), ("target",), none)
     assert found == ([] if written is None else [written])
 

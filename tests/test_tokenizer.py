@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import torch
 
-from workbench.checkpoints.vocabulary import load_tokenizer
+from workbench.checkpoints.tokenizer_files import load_tokenizer
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import Corpus, Document
 from workbench.data.tokenizer import BOS, EOS, ForeignTokenizer, TokenDocuments, Tokenizer, tokenize, train_tokenizer

@@ -12,8 +12,8 @@ import training_runs
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
-from workbench.runs import trackers
-from workbench.runs.trackers import MlflowSink, export_log, run_identity, tag
+from workbench.runs import tracker_export
+from workbench.runs.tracker_export import MlflowSink, export_log, run_identity, tag
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,6 @@ def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
     def refused(*_):
         raise ConnectionError("no route")
 
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", ("wandb", refused))
+    monkeypatch.setitem(tracker_export.TRACKERS, "wandb", ("wandb", refused))
     with pytest.raises(WorkbenchError, match="wandb cannot be opened: ConnectionError: no route"):
         export_log(run, "wandb")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_runs import MODEL, PUBLISHED, RECIPE, start, telemetry, weights
 
-from workbench.data.sources import RepeatedData, prepare
+from workbench.data.data_sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
 from workbench.models import ARCHITECTURES, build
 from workbench.runs.run import Run

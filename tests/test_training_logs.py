@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from workbench.checkpoints.training_logs.reading import log_readers, read_log, reader_of
 from workbench.claims import CLAIMS
-from workbench.claims.collect import collect, find_runs
+from workbench.claims.collect_evidence import collect, find_runs
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.runs import log_import
 from workbench.runs.catalogue import catalogue

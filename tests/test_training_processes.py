@@ -14,7 +14,7 @@ import torch
 from training_runs import CHILD, MODEL, RECIPE, child, last_word, start, telemetry, weights
 
 from workbench.config import ModelConfig
-from workbench.data.sources import RepeatedData, prepare
+from workbench.data.data_sources import RepeatedData, prepare
 from workbench.errors import BadCheckpoint, BadData, UnknownName, WorkbenchError
 from workbench.measurement.measuring import measure
 from workbench.models import build

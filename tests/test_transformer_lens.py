@@ -14,8 +14,8 @@ from transformer_lens.utilities import get_act_name
 
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadData, WorkbenchError
+from workbench.hook_names import is_statistic, stream_hook
 from workbench.models.decomposition import decompose
-from workbench.names import is_statistic, stream_hook
 
 
 @pytest.fixture

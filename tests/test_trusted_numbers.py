@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from app.page_frame import provenance_table
+from app.page_layout import provenance_table
 from workbench import plots
-from workbench.claims import CLAIMS, DECIDED, all_verdicts
+from workbench.claims import CLAIMS, DECIDED, stored_verdicts
 from workbench.claims.judging import chosen
 from workbench.claims.verdict import (
     Verdict,
@@ -24,13 +24,13 @@ from workbench.claims.verdict import (
     of_settings,
 )
 from workbench.errors import WorkbenchError
-from workbench.files import read_json
+from workbench.file_io import read_json
 from workbench.places import SHIPPED
 from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.multiple_testing import holm, holm_factors
-from workbench.statistics.scaling import saved_share
-from workbench.views import Link, Source, depth, differences, finding, run_groups, start
+from workbench.statistics.parameter_and_token_savings import saved_share
+from workbench.views import Link, Source, depth, differences, main_result, start, start_runs
 from workbench.views.source import RunAtStep, prompt_notes
 from workbench.views.writing import caption_of
 
@@ -112,7 +112,7 @@ def test_tables_have_the_interval_before_and_after_the_correction_and_name_a_sha
 @pytest.mark.slow
 def test_every_claim_with_shipped_evidence_lists_its_judged_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
-    stored = all_verdicts.parse_verdicts(read_json(SHIPPED / "evidence" / all_verdicts.FILE))
+    stored = stored_verdicts.parse_verdicts(read_json(SHIPPED / "evidence" / stored_verdicts.FILE))
     for claim in chosen():
         verdict, here = stored.of[claim.name], Source(tmp_path)
         table, _ = start.runs_behind(here, start.Judgement(claim, verdict, ()))
@@ -158,8 +158,8 @@ def test_corrections_for_settings_and_claims_multiply_and_are_stored(tmp_path):
     assert both.factor == pytest.approx(2.0)
     verdict, _ = corrected([both, other])
     assert verdict.factor == pytest.approx(4.0)
-    all_verdicts.save_verdicts(tmp_path, "m", all_verdicts.Verdicts({"x": verdict}, frozenset(), {}))
-    stored = all_verdicts.load_verdicts(tmp_path, "m").of["x"]
+    stored_verdicts.save_verdicts(tmp_path, "m", stored_verdicts.Verdicts({"x": verdict}, frozenset(), {}))
+    stored = stored_verdicts.load_verdicts(tmp_path, "m").of["x"]
     assert stored.settings == verdict.settings
     assert stored.details == verdict.details
     pd.testing.assert_frame_equal(stored.adjusted(), verdict.adjusted())
@@ -258,18 +258,18 @@ def test_a_verdict_leads_to_its_runs_with_their_values(source):
 
 def test_the_main_result_states_its_budget_and_lists_what_training_logged(source):
     group = source.group(Link("start", {"a": "text-resformer-s0"}))[0].group
-    result = finding.finding(source, Link("start", {"set": group}))
-    assert result.outcome is finding.LOSS
+    result = main_result.finding(source, Link("start", {"set": group}))
+    assert result.outcome is main_result.LOSS
     words = f"These runs end at {result.budget:.3g} training tokens per parameter; differences are of early training"
-    assert words in finding.method(result)
-    rows = finding.logged_rows(source, source.catalogue().groups[group], [result.outcome.quantity])
+    assert words in main_result.method(result)
+    rows = main_result.logged_rows(source, source.catalogue().groups[group], [result.outcome.quantity])
     listed = provenance_table([rows])
     assert set(listed["run"]) == {e.name for e in source.catalogue().groups[group]}
     assert set(listed["weights"]) == {"logged by training"}
 
 
 def test_the_table_of_runs_has_losses_rates_and_seeds(source):
-    table = run_groups.runs_table(source).set_index("run")
+    table = start_runs.runs_table(source).set_index("run")
     row = table.loc["text-resformer-s0"]
     assert (row["rate"], row["seeds"]) == (1e-3, 2)
     assert row["final loss"] == pytest.approx(4.0 - 1.0 - 0.05 * 8)

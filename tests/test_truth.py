@@ -16,7 +16,7 @@ from truth_experiments import EXPERIMENTS
 from truth_gradients import GRADIENTS
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import BackcopyData, Sample
+from workbench.data.data_sources import BackcopyData, Sample
 from workbench.errors import WorkbenchError
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure

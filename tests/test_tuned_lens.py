@@ -11,14 +11,14 @@ from foreign import hugging_face
 from observed import see
 from prompt_ids import some_ids
 
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
 from workbench.interventions import edited
 from workbench.models.hooked import HookedModel
 from workbench.prompts import fit_tuned_lens, load_tuned_lens, logit_lens
 from workbench.prompts.tuned_lens import _Moments
 from workbench.runs.run import Run
-from workbench.views import Link, tuned
+from workbench.views import Link, tuned_lens
 
 PAPER = ["transformer", "resformer", "svformer", "neutreno", "denseformer"]
 
@@ -184,34 +184,34 @@ def test_the_view_draws_its_loss_and_refuses_to_fit_unasked(populated, tmp_path,
     monkeypatch.setattr(Run, "data", RepeatedData(16))  # these runs have no corpus
     source, link = dashboard.kept(populated), Link("prompt", {"a": "text-resformer-s0", "prompt": "return values"})
     with pytest.raises(WorkbenchError, match="select the tuned lens"):
-        tuned.lens_loss(source, link)
-    drawing = tuned.lens_loss(source, link.but(lens="tuned"))
+        tuned_lens.lens_loss(source, link)
+    drawing = tuned_lens.lens_loss(source, link.but(lens="tuned"))
     assert set(drawing.table["lens"]) == {"tuned", "logit", "frequency"}
     (path,) = (tmp_path / "lenses").iterdir()
     assert path.suffix == ".safetensors"
     from workbench.views import prompt
 
-    maps = [prompt.lens(source, link.but(lens=kind, quantity="entropy")).table["nats"] for kind in tuned.KINDS]
+    maps = [prompt.lens(source, link.but(lens=kind, quantity="entropy")).table["nats"] for kind in tuned_lens.KINDS]
     assert (maps[0] - maps[1]).abs().max() > 1e-4, "each lens has its own answer in the cache"
 
 
 def test_a_model_whose_text_is_unknown_is_fitted_on_the_shipped_text_or_a_long_prompt(populated, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(tuned, "DOCUMENTS", 12)
+    monkeypatch.setattr(tuned_lens, "DOCUMENTS", 12)
 
     def unknown(entry, count):
         raise WorkbenchError(f"the training text of {entry.name} is unknown")
 
-    monkeypatch.setattr(tuned, "validation_ids", unknown)
+    monkeypatch.setattr(tuned_lens, "validation_ids", unknown)
     source = dashboard.kept(populated)
     link = Link("prompt", {"a": "text-resformer-s0", "prompt": "return values", "lens": "tuned"})
-    assert "9 documents of the shipped text" in tuned.lens_loss(source, link).sentence
+    assert "9 documents of the shipped text" in tuned_lens.lens_loss(source, link).sentence
     from workbench.views import prompt
 
     assert prompt.lens(source, link).sentence.endswith("Maps fitted on the shipped text.")
     with pytest.raises(WorkbenchError, match="is unknown"):
-        tuned.lens_loss(source, link.but(fit="own"))
+        tuned_lens.lens_loss(source, link.but(fit="own"))
     with pytest.raises(WorkbenchError, match=r"the prompt has \d+ tokens: a fit needs 128 or more"):
-        tuned.lens_loss(source, link.but(fit="prompt"))
+        tuned_lens.lens_loss(source, link.but(fit="prompt"))
     long = "A cat sat on a mat and read 17 values of a residual stream. " * 20
-    assert "documents of the prompt" in tuned.lens_loss(source, link.but(fit="prompt", prompt=long)).sentence
+    assert "documents of the prompt" in tuned_lens.lens_loss(source, link.but(fit="prompt", prompt=long)).sentence

@@ -10,16 +10,16 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from app.widgets import typeset
+from app.url_widgets import typeset
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.places import SHIPPED
 from workbench.plots.style import LONG, at_least
 from workbench.runs.records import load_records, provenance, records
 from workbench.views import Link, Source, drawings, source_of
-from workbench.views.base import timelapse, views_of
 from workbench.views.depth import layers
 from workbench.views.differences import moved_measures
+from workbench.views.registry import timelapse, views_of
 from workbench.views.writing import COLUMN, PAGE, fits, picture, write
 
 

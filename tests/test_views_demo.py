@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.runs.records import load_records
 from workbench.runs.run import Run
 from workbench.studies.demo import SINK_METRICS, Watch, train_and_measure

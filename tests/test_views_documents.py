@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.data.tasks import SYMBOLS
+from workbench.data.synthetic import SYMBOLS
 from workbench.errors import WorkbenchError
 from workbench.runs.records import SAMPLE_COLUMNS, provenance, records, write_parquet
 from workbench.runs.run import Run

@@ -12,7 +12,7 @@ from seams import ATTENDING
 
 from workbench import prompts
 from workbench.checkpoints.saving import save
-from workbench.data.tasks import SYMBOLS
+from workbench.data.synthetic import SYMBOLS
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.models import build
 from workbench.runs.records import records, write_parquet

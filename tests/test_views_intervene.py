@@ -21,11 +21,11 @@ from workbench.models.hooked import next_token_loss
 from workbench.prompts import patch_sweep
 from workbench.runs.run import Run
 from workbench.views import Drawing, Link, drawings
-from workbench.views.base import timelapse
 from workbench.views.intervene import LEAKS, effect, next_token
-from workbench.views.positions import signed_number
+from workbench.views.registry import timelapse
 from workbench.views.source import RunAtStep
-from workbench.views.tuned import documents_of
+from workbench.views.tokens import signed_number
+from workbench.views.tuned_lens import documents_of
 from workbench.views.writing import WRITERS
 
 TEXT = "return values"

@@ -8,9 +8,9 @@ import pytest
 import test_cli
 
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.files import read_json, write_json
+from workbench.file_io import read_json, write_json
 from workbench.runs.records import records, write_parquet
-from workbench.views import Link, Source, depth, run_groups
+from workbench.views import Link, Source, depth, start_runs
 from workbench.views.source import facets
 
 SEEDS = (0, 1, 12)
@@ -67,18 +67,18 @@ def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_
         common = {"run": f"text-transformer-s{seed}", "architecture": "transformer", "seed": seed, "step": 19}
         rows = records([common | {"metric": "validation_loss", "value": 2.0 + seed, "unit": "nats"}])
         write_parquet(rows, tmp_path / common["run"] / "telemetry" / "000000-000020.parquet")
-    table = run_groups.grouped_runs(run_groups.runs_table(Source(tmp_path)), ["model"]).set_index("model")
+    table = start_runs.grouped_runs(start_runs.runs_table(Source(tmp_path)), ["model"]).set_index("model")
     assert table["runs"].tolist() == [3, 3, 3]
     assert table.loc["Transformer", "final loss"] == pytest.approx(2 + sum(SEEDS) / 3)
     assert table.loc["Transformer", "final loss, seeds"] == 3
     assert table.drop("Transformer")["final loss, seeds"].tolist() == [0, 0]
-    runs = run_groups.runs_table(Source(tmp_path)).assign(**{"trained to step": pd.array([20] * 9, dtype="Int64")})
+    runs = start_runs.runs_table(Source(tmp_path)).assign(**{"trained to step": pd.array([20] * 9, dtype="Int64")})
     runs.loc[runs["run"] == f"text-transformer-s{SEEDS[0]}", "trained to step"] = 8
-    early = run_groups.grouped_runs(runs, ["model"]).set_index("model").loc["Transformer"]
+    early = start_runs.grouped_runs(runs, ["model"]).set_index("model").loc["Transformer"]
     assert early["final loss"] == pytest.approx(2 + sum(SEEDS[1:]) / 2), "a run that stopped early has no final loss"
     assert (early["runs"], early["final loss, seeds"]) == (3, 2)
     with pytest.raises(UnknownName, match="column that groups runs"):
-        run_groups.grouped_runs(run_groups.runs_table(ask), ["final loss"])
+        start_runs.grouped_runs(start_runs.runs_table(ask), ["final loss"])
     done = test_cli.run("list", "runs", "--by", "model", "--runs", tmp_path, "--out", tmp_path / "t.tex")
     assert done.returncode == 0, done.stderr
     assert r"\toprule" in (tmp_path / "t.tex").read_text()

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from workbench import plots
-from workbench.claims import all_verdicts
-from workbench.claims.all_verdicts import judge_apart
-from workbench.claims.collect import stored
+from workbench.claims import stored_verdicts
+from workbench.claims.collect_evidence import stored
 from workbench.claims.judging import chosen
+from workbench.claims.stored_verdicts import judge_apart
 from workbench.claims.verdict import Verdict
 from workbench.errors import BadData, WorkbenchError
 from workbench.places import SHIPPED
@@ -25,7 +25,7 @@ from workbench.runs.run import Run
 from workbench.statistics.censored import compare_steps
 from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
-from workbench.views import Link, Source, finding, run_groups, start
+from workbench.views import Link, Source, main_result, start, start_runs
 from workbench.views.source import runs_to_show
 
 A, B = "text-resformer-s0", "text-transformer-s0"
@@ -93,7 +93,7 @@ def shipped(tmp_path_factory):
 
 
 def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped):
-    found = finding.finding(shipped, link("finding"))
+    found = main_result.finding(shipped, link("finding"))
     assert sorted(found.rates.values()) == [0.003, 0.006, 0.012]
     ends = {}
     for group, rate in found.rates.items():
@@ -102,16 +102,16 @@ def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped)
         ends[rate] = rows["value"].mean()
     assert min(ends, key=ends.get) == found.rates[found.group]
     other = next(group for group in found.rates if group != found.group)
-    asked = finding.finding(shipped, link("finding", set=other))
+    asked = main_result.finding(shipped, link("finding", set=other))
     assert asked.group == other
     assert (
         f"{found.rates[found.group]:g} has the lowest"
-        in finding.finding_differences(shipped, link("finding", set=other)).sentence
+        in main_result.finding_differences(shipped, link("finding", set=other)).sentence
     )
 
 
 def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
-    found = finding.finding(shipped, link("finding"))
+    found = main_result.finding(shipped, link("finding"))
     evidence, _ = stored(shipped.group(link("finding", set=found.group)))
     (claim,) = chosen(claims=["value_paths_speed_up_induction"])
     judged = claim.judge(evidence).table.set_index("comparison")
@@ -123,10 +123,10 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
         assert (wide.value, wide.low, wide.high) == pytest.approx(
             (found.intervals[name].value, found.intervals[name].low, found.intervals[name].high)
         )
-    told = finding.headline(found)
+    told = main_result.headline(found)
     assert "SVFormer 106 [85, 127]" in told, "docs/induction.md: 271 and 165"
     assert told.endswith("3 unresolved.")
-    drawing = finding.finding_differences(shipped, link("finding"))
+    drawing = main_result.finding_differences(shipped, link("finding"))
     caption = drawing.figure.layout.title.subtitle.text.replace("<br>", " ")
     assert "whisker: 96.4 % to 99 % intervals, as Holm's correction over 5 models demands" in caption
     told = drawing.table.set_index("comparison").loc["SVFormer"]
@@ -138,19 +138,19 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
 
 
 def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path, monkeypatch):
-    group = finding.finding(shipped, link("finding")).group
+    group = main_result.finding(shipped, link("finding")).group
     for entry in shipped.group(link("finding", set=group)):
         if entry.seed < 2 and entry.series in ("transformer", "svformer"):
             shutil.copytree(entry.path, tmp_path / "two" / entry.name)
             if entry.series == "svformer":
                 shutil.copytree(entry.path, tmp_path / "one" / entry.name)
-    told = finding.headline(finding.finding(Source(tmp_path / "two"), link("finding")))
+    told = main_result.headline(main_result.finding(Source(tmp_path / "two"), link("finding")))
     assert told.startswith("Unresolved: 2 seeds per model")
     with pytest.raises(WorkbenchError, match="a Transformer and another model"):
-        finding.finding(Source(tmp_path / "one"), link("finding"))
+        main_result.finding(Source(tmp_path / "one"), link("finding"))
     for path in (tmp_path / "two").glob("*-s1"):
         shutil.rmtree(path)
-    said = finding.finding_differences(Source(tmp_path / "two"), link("finding")).sentence
+    said = main_result.finding_differences(Source(tmp_path / "two"), link("finding")).sentence
     assert said.startswith("1 seed: each number is one pair of runs and has no interval."), (
         "one seed has no mean over seeds"
     )
@@ -161,7 +161,7 @@ def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path, 
     ]
     both = Source(tmp_path / "one")
     monkeypatch.setattr(both, "catalogue", lambda: replace(own, entries=tuple(entries)))
-    told = finding.headline(finding.finding(both, link("finding", set="two")))
+    told = main_result.headline(main_result.finding(both, link("finding", set="two")))
     assert told == "Unresolved: 1 seed per model, and a verdict needs 3.", "shipped models beside own runs"
 
 
@@ -171,13 +171,13 @@ def test_runs_that_never_copy_are_counted_and_have_no_interval():
     )
     difference = compare_steps(fast, slow)
     verdicts = {"svformer": Verdict("supported", "")}
-    made = finding.Finding(
-        finding.COPYING, "g", "", {"g": 0.1}, "g", *[{"svformer": difference}] * 2, {"transformer": "2 of 3"}, verdicts
-    )
-    assert finding.headline(made) == (
+    made = main_result.Finding(
+        main_result.COPYING, "g", "", {"g": 0.1}, "g", *[{"svformer": difference}] * 2, {"transformer": "2 of 3"}, verdicts,
+    )  # fmt: skip
+    assert main_result.headline(made) == (
         "SVFormer copies 390 steps earlier than the Transformer. Never: Transformer 2 of 3 runs."
     )
-    assert "log-rank" in finding.method(made)
+    assert "log-rank" in main_result.method(made)
 
 
 # ---- this model ----
@@ -216,7 +216,7 @@ def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(as
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     from workbench.config import ModelConfig, TrainConfig
-    from workbench.data.sources import RepeatedData
+    from workbench.data.data_sources import RepeatedData
     from workbench.training.loop import train
 
     folder = tmp_path_factory.mktemp("trained")
@@ -244,7 +244,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
     folder = dashboard.copied(ask.folder, tmp_path / "runs")
     (folder / B / "step_000020" / "config.json").unlink()
     with Run(folder / A).writing():
-        table = run_groups.runs_table(Source(folder)).set_index("run")
+        table = start_runs.runs_table(Source(folder)).set_index("run")
     assert table.loc[A, "state"] == "being written now"
     assert table.loc[B, "state"] == "stopped before step 20"
     assert table.loc[B, "trained to step"] == 8
@@ -259,7 +259,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
 def test_verdicts_on_all_runs_are_those_of_an_analysis_and_kept_until_a_file_of_theirs_changes(
     ask, tmp_path, monkeypatch
 ):
-    import workbench.claims.collect
+    import workbench.claims.collect_evidence
 
     def refuse(*args, **kwargs):
         raise AssertionError("measured")
@@ -268,7 +268,7 @@ def test_verdicts_on_all_runs_are_those_of_an_analysis_and_kept_until_a_file_of_
         if entry.seed < 1 or entry.name.startswith("text-resformer"):
             shutil.copytree(entry.path, tmp_path / entry.name)
     told, here = [], Source(tmp_path)
-    monkeypatch.setattr(workbench.claims.collect, "measure", refuse)
+    monkeypatch.setattr(workbench.claims.collect_evidence, "measure", refuse)
     monkeypatch.setattr(here, "progress", lambda *done: told.append(done))
     finished = [e for e in here.catalogue().entries if e.finished]
     assert len(finished) > len(here.group(link("verdicts", a=A, alone=1)))
@@ -301,7 +301,7 @@ def test_a_process_of_its_own_judges_alike_ends_with_its_visitor_and_its_death_i
     runs, children = ask.group(link("verdicts", a=A, alone=1)), psutil.Process().children
     told: list[tuple[int | str, ...]] = []
     apart = judge_apart(ask.folder, runs, lambda *done: told.append(done))
-    assert all_verdicts.text("", apart) == all_verdicts.text("", all_verdicts.judge_all(runs))
+    assert stored_verdicts.text("", apart) == stored_verdicts.text("", stored_verdicts.judge_all(runs))
     assert [done[:2] for done in told] == [(i, len(told)) for i in range(1, len(told) + 1)]
 
     def leave(*_: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.files import write_json
+from workbench.file_io import write_json
 from workbench.plots.training import at_step, curve_difference, curves, matrices, thinned
 from workbench.runs.records import records, write_parquet
 from workbench.views import Link, Source, training

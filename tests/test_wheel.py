@@ -19,8 +19,8 @@ import browsing
 import pytest
 from browsing import ask, connected
 
-from workbench.claims.collect import find_runs
-from workbench.reports.folder import up_to_date
+from workbench.claims.collect_evidence import find_runs
+from workbench.reports.runs_report import up_to_date
 from workbench.reports.xray import QUESTIONS
 from workbench.studies.demo import finished, jobs
 

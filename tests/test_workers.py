@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workbench.jobs import processes
-from workbench.jobs.processes import one_thread
+from workbench.jobs import worker_processes
 from workbench.jobs.running import Job, results, run_jobs
+from workbench.jobs.worker_processes import one_thread
 from workbench.runs.run import CORPORA, shared_text
 
 
 def threads(monkeypatch):
     """The pool of processes as one of threads: its jobs run here."""
-    monkeypatch.setattr(processes, "pool", ThreadPoolExecutor)
-    monkeypatch.setattr(processes, "interruptible", lambda job: job())
+    monkeypatch.setattr(worker_processes, "pool", ThreadPoolExecutor)
+    monkeypatch.setattr(worker_processes, "interruptible", lambda job: job())
 
 
 def test_every_job_is_called_and_what_it_returned_is_told_before_it_is_done(monkeypatch):
@@ -67,24 +67,24 @@ def test_ctrl_c_in_a_worker_leaves_no_job_that_had_not_begun(monkeypatch):
 def test_ctrl_c_between_the_lines_of_a_worker_refuses_all_further_jobs(place, monkeypatch):
     """It arrives just after the handler of a job is installed, or just before it is removed."""
     stopped, begun, install, before = [], [], signal.signal, signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(processes, "_stopped", stopped)
+    monkeypatch.setattr(worker_processes, "_stopped", stopped)
 
     def arrives(number, handler):
-        if place == "as a job begins" and handler is not processes._note:
+        if place == "as a job begins" and handler is not worker_processes._note:
             install(number, handler)
             signal.raise_signal(signal.SIGINT)
-        elif place == "as a job ends" and handler is processes._note and not stopped:
+        elif place == "as a job ends" and handler is worker_processes._note and not stopped:
             signal.raise_signal(signal.SIGINT)
         install(number, handler)
 
-    monkeypatch.setattr(processes.signal, "signal", arrives)
+    monkeypatch.setattr(worker_processes.signal, "signal", arrives)
     try:
         with pytest.raises(KeyboardInterrupt):
-            processes.interruptible(lambda: begun.append("first"))
+            worker_processes.interruptible(lambda: begun.append("first"))
         monkeypatch.undo()
-        monkeypatch.setattr(processes, "_stopped", stopped)
+        monkeypatch.setattr(worker_processes, "_stopped", stopped)
         with pytest.raises(KeyboardInterrupt):
-            processes.interruptible(lambda: begun.append("second"))
+            worker_processes.interruptible(lambda: begun.append("second"))
     finally:
         signal.signal(signal.SIGINT, before)
     assert "second" not in begun

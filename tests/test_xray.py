@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
 from workbench.plots.image_export import find_browser, screenshot

@@ -11,7 +11,7 @@ import sys
 import time
 
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import WorkbenchError
 from workbench.training.loop import train
 
@@ -63,7 +63,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import RepeatedData
+from workbench.data.data_sources import RepeatedData
 from workbench.errors import WorkbenchError
 from workbench.training.loop import train
 root, architecture, model, recipe, pause, device = json.loads(sys.argv[1])

@@ -19,15 +19,15 @@ from workbench.places import refuse_a_namesake
 
 if TYPE_CHECKING:
     from workbench import metrics, plots, prompts, sklearn
-    from workbench.checkpoints.identify import series
-    from workbench.checkpoints.opening import load, read_state
+    from workbench.checkpoints.loading import load, read_state
+    from workbench.checkpoints.paths import series
     from workbench.config import PRESETS, ModelConfig, TrainConfig
     from workbench.errors import ArchitectureAssumed, WorkbenchError
     from workbench.interventions import INTERVENTIONS
     from workbench.interventions.edits.kinds import edited
     from workbench.measurement.measuring import measure
     from workbench.metrics import METRICS
-    from workbench.models.composition import build
+    from workbench.models.building import build
     from workbench.models.decomposition import decompose
     from workbench.models.registry import ARCHITECTURES
     from workbench.observing.equality import equal
@@ -44,10 +44,10 @@ __version__ = "0.2.0"
 refuse_a_namesake()
 
 _HOMES = {
-    "load": "workbench.checkpoints.opening",
-    "build": "workbench.models.composition",
-    "series": "workbench.checkpoints.identify",
-    "read_state": "workbench.checkpoints.opening",
+    "load": "workbench.checkpoints.loading",
+    "build": "workbench.models.building",
+    "series": "workbench.checkpoints.paths",
+    "read_state": "workbench.checkpoints.loading",
     "measure": "workbench.measurement.measuring",
     "observe": "workbench.observing.observation",
     "equal": "workbench.observing.equality",

@@ -27,3 +27,8 @@ def variable(name: str, default: str = "") -> str:
 def cache_folder(cache: str | None = None, user_cache: str | None = None) -> Path:
     """Return the folder of the cache: `$WORKBENCH_CACHE`, else `workbench` in `$XDG_CACHE_HOME` or `~/.cache`."""
     return Path(cache or Path(user_cache or Path.home() / ".cache") / "workbench").resolve()
+
+
+def mirrors_folder() -> Path:
+    """Return the folder of the cache with the mirrors of URLs."""
+    return cache_folder(os.environ.get(CACHE), os.environ.get(XDG_CACHE)) / "mirrors"

@@ -16,9 +16,9 @@ import streamlit as st
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell_words
-from workbench.views.positions import short
+from workbench.views.tokens import short
 
-from .. import widgets
+from .. import url_widgets as widgets
 from .common import colour_table, element
 
 KEY = "attention_element"

@@ -17,9 +17,9 @@ import streamlit as st
 
 from workbench.errors import BadData
 from workbench.plots.style import SEQUENTIAL
-from workbench.views.positions import short
+from workbench.views.tokens import short
 
-from .. import widgets
+from .. import url_widgets as widgets
 from .common import colour_table, element, ink
 
 LONGEST = 24

@@ -6,17 +6,18 @@ import streamlit as st
 
 from workbench.places import module
 from workbench.views import Link, attention, heads, prompt
-from workbench.views.link import SELECTION
+from workbench.views.page_links import SELECTION
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
 from ..elements import attention as element
 from ..elements import token_strip
-from ..figures import files, ready, show
-from ..page_frame import figures_side_by_side, page, toolbar
+from ..figure_menu import files, ready, show
+from ..page_layout import figures_side_by_side, page, toolbar
 from ..prompt_box import choose_token, prompt_box
+from ..tables import row_table
 
 ABOUT = (
     "Each row of a map is a query token, each column an earlier key token; a row sums to 1. A bright first column is an attention "
@@ -96,7 +97,7 @@ def attention_page(link: Link) -> None:
         f"Uniform attention over {tokens} tokens: {uniform}. {attention.MEANS.capitalize()}. Click a row to enlarge a head."
     )
     selected = (rows["layer"] == choice.layer) & (rows["head"] == choice.head)
-    widgets.row_table(
+    row_table(
         "heads", rows.drop(columns=["model"] * (len(patterns) == 1)).rename(columns=attention.STATISTICS), selected, rows,
         lambda row: widgets.update_url(layer=int(row["layer"]), head=int(row["head"])), "Attention statistics of every head",
     )  # fmt: skip

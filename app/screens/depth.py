@@ -11,14 +11,15 @@ from workbench.views import Link, depth, depth_weights
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
-from ..documents import documents_behind
+from ..documents_behind_number import documents_behind
 from ..elements.figure import Point
-from ..figures import choose_measure, show
-from ..measuring import measure_box
-from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page
-from ..selection import choose_models
+from ..figure_menu import show
+from ..import_and_measure import measure_box
+from ..measure_selection import choose_measure
+from ..model_selection import choose_models
+from ..page_layout import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page
 
 ABOUT = (
     "Any measure, layer by layer. Solid: the selected step. Dashed: the same models at random init. Dotted grey: the measure under "

@@ -6,16 +6,16 @@ import streamlit as st
 
 from workbench.places import module
 from workbench.views import Link, depth, differences
-from workbench.views.link import SELECTION
+from workbench.views.page_links import SELECTION
 from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
-from ..documents import documents_behind
-from ..figures import show
-from ..page_frame import page, toolbar
+from ..documents_behind_number import documents_behind
+from ..figure_menu import show
+from ..page_layout import page, toolbar
 
 ABOUT = (
     "What differs between models A and B, and nothing else. **Weights**: the difference of each matrix, as a share of its size and by its "

@@ -10,13 +10,15 @@ from workbench.views import Link, heads
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
 from ..elements.figure import Point
-from ..figures import choose_measure, show
-from ..page_frame import controls, page
+from ..figure_menu import show
+from ..measure_selection import choose_measure
+from ..model_selection import choose_models
+from ..page_layout import controls, page
 from ..prompt_box import OF_A_PROMPT
-from ..selection import choose_models
+from ..tables import row_table
 
 ABOUT = (
     "The heads of all models, ranked by a stored measure. Dotted: the measure under its baseline. Hollow: the same head at random "
@@ -62,7 +64,7 @@ def heads_page(link: Link) -> None:
         ):
             names["baseline"] = of
         shown = table[list(COLUMNS)].rename(columns=COLUMNS | names)
-        widgets.row_table(
+        row_table(
             f"all_heads_{link.text('metric')}_{link.text('variant')}",
             shown.dropna(axis=1, how="all"), heads.is_picked(table, picked), table,
             lambda row: _take_head(link, row), "Ranking of all heads",
@@ -88,7 +90,7 @@ def heads_page(link: Link) -> None:
                 widgets.update_url(**gone | head | {"prompt": row["prompt"], "lock": at})
 
             texts = passages[["weight", "prompt"]].rename(columns={"prompt": "text"})
-            widgets.row_table("passages", texts, selected, passages, read, "Passages of the selected head")
+            row_table("passages", texts, selected, passages, read, "Passages of the selected head")
         on = "the selected passage" if selected.any() else "the current prompt"
         widgets.page_link(
             "attention", f"{picked.name} in Attention, on {on}", ":material/grid_on:", a=picked.entry.name,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import streamlit as st
 
-from workbench.data.examples import examples
+from workbench.data.example_prompts import examples
 from workbench.places import module
 from workbench.runs.catalogue import Entry
 from workbench.views import Link, intervene
@@ -15,12 +15,12 @@ from workbench.views.source import example as example_of
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
 from ..elements import token_strip
 from ..elements.figure import Point
-from ..figures import ready, show
-from ..page_frame import controls, figures_side_by_side, page
+from ..figure_menu import ready, show
+from ..page_layout import controls, figures_side_by_side, page
 from ..prompt_box import choose_token, prompt_box, take_example
 
 ABOUT = (

@@ -10,11 +10,12 @@ from workbench.views import Drawing, Link, pins
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import background, widgets
+from .. import background_tasks
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
-from ..figures import chart
-from ..page_frame import controls, title_row, toolbar
-from ..selection import choose_link
+from ..figure_menu import chart
+from ..model_selection import choose_link
+from ..page_layout import controls, title_row, toolbar
 
 ABOUT = "Kept views with their notes, in a file beside the runs. Each is redrawn from the runs as they are now."
 NONE = "No kept views. The menu of any figure keeps it, with a note."
@@ -73,17 +74,17 @@ def _pin(pin: pins.Pin) -> None:
             else:
                 st.rerun()
 
-    def work(progress: background.Progress) -> Drawing:
+    def work(progress: background_tasks.Progress) -> Drawing:
         source = cached_source()
         source.progress = progress
         return pin.draw(source)
 
     try:
-        drawing = background.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {name}", work)
+        drawing = background_tasks.run(("pin", pin, cached_source().catalogue().stamp), f"Drawing {name}", work)
     except WorkbenchError as error:
         st.info(f"This view can no longer be drawn: {widgets.escaped(error)}")
         return
-    except background.Running:
+    except background_tasks.Running:
         return
     chart(drawing, f"pin_{key}")
     if drawing.sentence:

@@ -10,10 +10,10 @@ from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
-from ..figures import ready, show
-from ..page_frame import controls, page
+from ..figure_menu import ready, show
+from ..page_layout import controls, page
 from ..prompt_box import prompt_box
 
 ABOUT = (

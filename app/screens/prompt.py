@@ -10,16 +10,16 @@ import streamlit as st
 from workbench import prompts
 from workbench.places import module
 from workbench.runs.catalogue import Entry
-from workbench.views import Link, follow, prompt, tuned
+from workbench.views import Link, path_of_token, prompt, tuned_lens
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
 from ..elements import token_strip
 from ..elements.figure import Point
-from ..figures import show
-from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
+from ..figure_menu import show
+from ..page_layout import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar
 from ..prompt_box import choose_token, prompt_box
 
 ABOUT = "One text through the selected model, token by token. Select *Compare* for a second model or step."
@@ -52,10 +52,10 @@ PARTS = {
 }
 PART_VIEWS = {
     "next": (prompt.predictions, prompt.surprise), "layers": (prompt.lens,), "who": (prompt.attribution,),
-    "carries": (prompt.values, prompt.identity), "follow": (follow.follow,),
+    "carries": (prompt.values, prompt.identity), "follow": (path_of_token.follow,),
 }  # fmt: skip
 ABOUTS = {"layers": LENS, "who": ATTRIBUTION, "carries": VALUES, "follow": FOLLOW}
-WITHOUT_CLICKS = (prompt.predictions, prompt.two_texts, follow.follow, tuned.lens_loss)
+WITHOUT_CLICKS = (prompt.predictions, prompt.two_texts, path_of_token.follow, tuned_lens.lens_loss)
 
 
 def prompt_page(link: Link) -> None:
@@ -100,13 +100,15 @@ def prompt_page(link: Link) -> None:
             quantity = widgets.choose(
                 "Colour", "quantity", list(names), "probability", show=names.__getitem__, width=230
             )
-            lens = widgets.choose("Kind of lens", "lens", list(tuned.KINDS), show=tuned.KINDS.__getitem__, width=130)
+            lens = widgets.choose(
+                "Kind of lens", "lens", list(tuned_lens.KINDS), show=tuned_lens.KINDS.__getitem__, width=130
+            )
             link = link.but(quantity=quantity, lens=lens)
             if link.text("lens") == "tuned":
-                fits = {"auto": "automatic", **tuned.TEXTS}
+                fits = {"auto": "automatic", **tuned_lens.TEXTS}
                 fit = widgets.choose("Text of the fit", "fit", list(fits), "auto", show=fits.__getitem__, width=230)
                 link = link.but(fit=None if fit == "auto" else fit)
-                views = (*views, tuned.lens_loss)
+                views = (*views, tuned_lens.lens_loss)
         elif shown == "carries":
             names = {name: row[0] for name, row in prompt.VALUES.items()}
             link = link.but(
@@ -117,7 +119,7 @@ def prompt_page(link: Link) -> None:
         elif shown == "follow":
             if st.query_params.get("layer") == ALL:  # selected under logit attribution
                 widgets.update_url(layer=None)
-            layers, default = range(subject.entry.n_layers), follow.default_layer(subject)
+            layers, default = range(subject.entry.n_layers), path_of_token.default_layer(subject)
             link = link.but(layer=widgets.choose("Layer", "layer", layers, default, width=80))
             for label, key, options in (
                 ("Head", "head", range(subject.entry.n_heads)), ("Query", "query", range(int(at or 0), len(tokens))),
@@ -125,7 +127,7 @@ def prompt_page(link: Link) -> None:
                 shows: dict[Any, str] = {ALL: "largest reader", **{n: str(n) for n in options}}
                 chosen = widgets.choose(label, key, list(shows), ALL, show=shows.__getitem__, width=130)
                 link = link.but(**{key: None if chosen == ALL else chosen})
-            query = int(follow.reader(source, link).options["lock"])
+            query = int(path_of_token.reader(source, link).options["lock"])
             link = choose_token(link, text, "Predicted token", "target", position=query, width=130)
     least = (
         (WIDE_PX if shown == "next" else PANELS_PX) if link.on("compare") or prompt.two_texts in views else FIGURE_PX

@@ -15,23 +15,25 @@ from workbench.models.registry import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.plots.style import with_signs
 from workbench.runs.catalogue import Entry
-from workbench.statistics.formation import SINK, formation_steps, sink_steps
+from workbench.statistics.copying_and_sink_steps import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import confidence
-from workbench.statistics.sinks import SINK_MASS
-from workbench.views import Link, Source, finding, pins, run_groups, start
-from workbench.views.base import ONE_SEED
-from workbench.views.link import PAGES
+from workbench.statistics.sink_thresholds import SINK_MASS
+from workbench.views import Link, Source, main_result, pins, start, start_runs
+from workbench.views.page_links import PAGES
+from workbench.views.registry import ONE_SEED
 from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import background, widgets
+from .. import background_tasks
+from .. import url_widgets as widgets
 from ..cached_source import cached_source, root
 from ..elements.figure import Point
-from ..figures import Drawn, show
-from ..measuring import measure_box, open_box
-from ..page_frame import FIGURE_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
-from ..selection import choose_link
+from ..figure_menu import Drawn, show
+from ..import_and_measure import measure_box, open_box
+from ..model_selection import choose_link
+from ..page_layout import FIGURE_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
+from ..tables import number_columns, table_buttons
 
 ABOUT = (
     "How transformers use **values** (what attention carries from token to token), and what a value residual changes. Every page "
@@ -82,7 +84,7 @@ OVERVIEW_PX, COMPARED_PX = 640, 900  # least width of the overview of claims, of
 def start_page(link: Link) -> None:
     parts, first = _parts()
     with controls():
-        shown = widgets.segments("Part", "show", parts, first, show=finding.PARTS.__getitem__)
+        shown = widgets.segments("Part", "show", parts, first, show=main_result.PARTS.__getitem__)
     if "show" not in st.query_params:
         words, picture = st.columns([3, 2], vertical_alignment="center")
         words.markdown(INTRODUCTION)
@@ -122,7 +124,7 @@ def _parts() -> tuple[list[str], str]:
     """The parts that have something to show, and the one shown first."""
     source = cached_source()
     status = start.demo_status(source.folder)
-    parts = [p for p in finding.PARTS if p != "demo" or status or start.demo_models(source, "sinks")]
+    parts = [p for p in main_result.PARTS if p != "demo" or status or start.demo_models(source, "sinks")]
     if (status and status.running) or start.only_demo(source):
         return parts, "demo"
     if _main_result():
@@ -130,9 +132,9 @@ def _parts() -> tuple[list[str], str]:
     return parts, "model" if any(e.steps for e in source.listed()) else "here"
 
 
-def _main_result() -> finding.Finding | None:
+def _main_result() -> main_result.Finding | None:
     try:
-        return finding.finding(cached_source(), widgets.current_link("start"))
+        return main_result.finding(cached_source(), widgets.current_link("start"))
     except WorkbenchError:
         return None
 
@@ -147,22 +149,22 @@ def _glossary(architectures: set[str]) -> None:
 
 
 def _finding(link: Link) -> None:
-    result = finding.finding(cached_source(), link)
-    st.header(widgets.escaped(finding.headline(result)), anchor=False)
+    result = main_result.finding(cached_source(), link)
+    st.header(widgets.escaped(main_result.headline(result)), anchor=False)
     if result.seeds[1] < 2:
         st.badge(ONE_SEED, icon=":material/warning:", color="orange")
     with figures_side_by_side():
-        for view in (finding.finding_differences, finding.finding_curves):
+        for view in (main_result.finding_differences, main_result.finding_curves):
             with st.container():
                 show(view, link)
     compared = cached_source().catalogue().groups[result.group]
-    rows = finding.logged_rows(cached_source(), compared, [result.outcome.quantity])
+    rows = main_result.logged_rows(cached_source(), compared, [result.outcome.quantity])
     st.session_state["drawn"].append(Drawn(link, rows, {}))
     with st.container(horizontal=True, key="next"):
         widgets.page_link("training", "Training curves", ":material/trending_down:", set=result.group)
         widgets.page_link("attention", "Attention maps", ":material/grid_on:")
         shipped, words = "1" if all(e.shipped for e in compared) else None, "Verdicts on all claims"
-        claim = "lower_loss" if result.outcome is finding.LOSS else None
+        claim = "lower_loss" if result.outcome is main_result.LOSS else None
         widgets.page_link(
             "start", words, ":material/gavel:", set=result.group, show="verdicts", shipped=shipped, claim=claim
         )
@@ -203,7 +205,7 @@ def _model(link: Link) -> None:
 
 def _runs(link: Link) -> None:
     source = cached_source()
-    catalogue, table = source.catalogue(), run_groups.runs_table(source)
+    catalogue, table = source.catalogue(), start_runs.runs_table(source)
     writing = int((table["state"] == "being written now").sum())
     absent = ", ".join(absent_studies())
     lacking = f"; {absent} are not installed, `workbench data` adds them" if absent else ""
@@ -232,7 +234,7 @@ def _runs(link: Link) -> None:
             _tags_of(asked.name)
     tags = pins.run_tags(source.folder)
     with toolbar("options"):
-        by = widgets.choose_many("Group by", "group", run_groups.GROUPABLE, (), placeholder="each run", width=320)
+        by = widgets.choose_many("Group by", "group", start_runs.GROUPABLE, (), placeholder="each run", width=320)
         wanted = set[str]()
         if tags:
             table["tags"] = table["run"].map(tags).fillna("")
@@ -240,14 +242,14 @@ def _runs(link: Link) -> None:
             wanted = set(st.pills("Tags", every, selection_mode="multi", key="w_tags") or ())
             table = table[[wanted <= {*words.split()} for words in table["tags"]]]
         st.session_state["runs_shown"] = list(table["run"])
-        table = run_groups.grouped_runs(table, by) if by else table
+        table = start_runs.grouped_runs(table, by) if by else table
         with st.popover("Files", icon=":material/download:"):
-            widgets.table_buttons(table.drop(columns="group"), "runs")
+            table_buttons(table.drop(columns="group"), "runs")
     event: Any = st.dataframe(
         table.drop(columns="group"), hide_index=True, width="stretch", height=min(600, 40 + 35 * len(table)),
         key="grouped" if by else "runs",
         on_select="rerun" if by else take_run, selection_mode="multi-row",
-        placeholder="", alt="Runs of the folder", column_config=widgets.number_columns(table),
+        placeholder="", alt="Runs of the folder", column_config=number_columns(table),
         column_order=[str(c) for c in table if c not in ("experiment", "group")] + ["experiment"] if by else None,
     )  # fmt: skip
     rows = table.iloc[[i for i in event.selection.rows if i < len(table)]]
@@ -273,7 +275,7 @@ def _runs(link: Link) -> None:
         with_loss = table.loc[table["final loss"].notna(), "group"]
         if not wanted and len(with_loss):  # the view has the runs of all tags
             group = link.text("set") if link.text("set") in set(with_loss) else with_loss.iloc[0]
-            show(run_groups.grouped, link.but(group=",".join(by), set=group))
+            show(start_runs.grouped, link.but(group=",".join(by), set=group))
 
 
 def _tags_of(run: str) -> None:
@@ -305,12 +307,12 @@ def take_run() -> None:
 def _judged(link: Link) -> tuple[start.Judgement, ...]:
     source = cached_source()
 
-    def work(progress: background.Progress) -> tuple[start.Judgement, ...]:
+    def work(progress: background_tasks.Progress) -> tuple[start.Judgement, ...]:
         source.progress = progress
         return start.judgements(source, link)
 
     key = start.verdicts_key(source, link)
-    judged: tuple[start.Judgement, ...] = background.run(key, "Judging claims", work, alike=False)
+    judged: tuple[start.Judgement, ...] = background_tasks.run(key, "Judging claims", work, alike=False)
     return judged
 
 
@@ -378,9 +380,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         st.session_state["drawn"].append(Drawn(link, records, {}))
         if len(runs):
             st.markdown("**Runs compared**; a link shows the run on Training.")
-            config = widgets.number_columns(runs) | {
-                "address": st.column_config.LinkColumn("Training", display_text="show")
-            }
+            config = number_columns(runs) | {"address": st.column_config.LinkColumn("Training", display_text="show")}
             order = sorted(map(str, runs), key=lambda column: column == "run")  # its long names last
             st.dataframe(
                 runs, hide_index=True, width="stretch", column_config=config, key="behind", placeholder="",
@@ -389,7 +389,7 @@ def _claim(link: Link, judged: start.Judgement) -> None:
         if len(by_seed := judged_by_seed(verdict)):
             st.markdown("**Differences by seed**")
             by_seed["comparison"] = by_seed["comparison"].map(with_signs)
-            config, alt = widgets.number_columns(by_seed), "Differences by seed"
+            config, alt = number_columns(by_seed), "Differences by seed"
             st.dataframe(by_seed, hide_index=True, width="stretch", column_config=config, key="by_seed", alt=alt)
         elif len(runs):
             st.caption("No number was judged by seed; the sentence above gives the reason.")

@@ -11,11 +11,11 @@ from workbench.views import Link, training
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script
 
-from .. import widgets
+from .. import url_widgets as widgets
 from ..cached_source import cached_source
-from ..figures import show
-from ..page_frame import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
-from ..selection import choose_models
+from ..figure_menu import show
+from ..model_selection import choose_models
+from ..page_layout import FIGURE_PX, PANELS_PX, controls, figures_side_by_side, page, toolbar, wait_for_own_runs
 
 ABOUT = (
     "What `workbench train`, or a `Recorder` in a loop of your own, logged during training. Lines are means over seeds, bands their "

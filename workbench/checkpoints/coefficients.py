@@ -25,11 +25,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.checkpoints.identify import CONFIG, WEIGHTS, identify
-from workbench.checkpoints.read import read
-from workbench.checkpoints.stored import DTYPES
+from workbench.checkpoints.paths import CONFIG, WEIGHTS, identify
+from workbench.checkpoints.safetensors_files import DTYPES
+from workbench.checkpoints.state_dicts import read
 from workbench.errors import BadCheckpoint
-from workbench.files import MAX_TEXT
+from workbench.file_io import MAX_TEXT
 from workbench.storage.remote import is_url, remote, saying
 
 LARGEST = 1 << 22  # bytes of one tensor: of a matrix under such a name nothing is read

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.checkpoints import formats as folder
-from workbench.checkpoints.state import Info, State, whole_number
-from workbench.checkpoints.stored import Stored
+from workbench.checkpoints.checkpoint_facts import Info, State, whole_number
+from workbench.checkpoints.stored_tensors import Stored
 
 
 @dataclass(frozen=True, kw_only=True)

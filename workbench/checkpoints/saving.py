@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from workbench.checkpoints.identify import CONFIG, WEIGHTS
-from workbench.checkpoints.llama_names import HEAD, SETTINGS, llama_name
-from workbench.checkpoints.vocabulary import export_tokenizer
+from workbench.checkpoints.paths import CONFIG, WEIGHTS
+from workbench.checkpoints.tensor_and_setting_names import HEAD, SETTINGS, llama_name
+from workbench.checkpoints.tokenizer_files import export_tokenizer
 from workbench.errors import WorkbenchError
-from workbench.files import digest_of, replacing, write_json
+from workbench.file_io import digest_of, replacing, write_json
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
-from workbench.observing.interception.weights import samples
+from workbench.observing.interception.sharded_weights import samples
 
 
 def llama_config(model: Transformer) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from workbench.checkpoints.checkpoint_facts import Device, Dtype, State
 from workbench.checkpoints.format import formats
 from workbench.checkpoints.hub import offline
-from workbench.checkpoints.identify import CONFIG
+from workbench.checkpoints.paths import CONFIG
 from workbench.checkpoints.rotary_settings import check_rotary
-from workbench.checkpoints.state import Device, Dtype, State, prefix_advice, refuse_immense
+from workbench.checkpoints.weight_checks import prefix_advice, refuse_immense
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead, warn_caller
 from workbench.observing.observation import observe
 from workbench.observing.observed_model import Observed

@@ -12,13 +12,13 @@ import pandas as pd
 
 from workbench import plots
 from workbench.claims import DECIDED, QUESTIONS, STATUSES, Evidence
-from workbench.claims.collect import collect, find_runs
+from workbench.claims.collect_evidence import collect, find_runs
 from workbench.claims.judging import Judged, chosen, judge, with_figure
 from workbench.claims.verdict import expected_by_chance
 from workbench.console import Progress
-from workbench.files import write_text
+from workbench.file_io import write_text
 from workbench.jobs.running import Workers
-from workbench.plots.page import Page, facts_html, folded, heading, numbers_html, paragraph
+from workbench.plots.html_page import Page, facts_html, folded, heading, numbers_html, paragraph
 from workbench.runs.tables import TEXTS, write_table_as
 from workbench.statistics.intervals import MIN_SEEDS, confidence
 

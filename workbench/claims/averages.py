@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import over_seeds, paired_seeds
 
 ATTENTION_RESIDUALS = "Attention Residuals, arXiv 2603.15031 (2026)"

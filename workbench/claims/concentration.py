@@ -11,7 +11,7 @@ from workbench.claims.evidence import SETTING, Evidence, deep_layers, model_mean
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.sinks import METHODS, SINK_SEEDS, gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 AT_INIT = 0.03  # nats: the largest distance found at random init between 256 and 2,048 tokens

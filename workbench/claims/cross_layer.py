@@ -9,7 +9,7 @@ import numpy as np
 from workbench.claims.evidence import Evidence, model_mean, sound
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 
 TRAINED = ("cross_layer", "same_key", "identity_map")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.verdict import InsufficientEvidence
-from workbench.claims.wording import RATES, listed, model_name
+from workbench.claims.verdict_wording import RATES, listed, model_name
 from workbench.runs.records import SAMPLE_COLUMNS, facts, records
 from workbench.runs.table_cache import Recent, bytes_of
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds, t_quantile

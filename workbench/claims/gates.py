@@ -10,9 +10,9 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.registry import claim
 from workbench.claims.sinks import SINK_SEEDS, gated, logarithms, strongest_mass
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
-from workbench.statistics.sinks import SINK_MASS
+from workbench.statistics.sink_thresholds import SINK_MASS
 
 GRADIENT_SINKS = "Chen et al. 2026, Attention Sinks Induce Gradient Sinks, arXiv 2603.17771"
 SINKS = ("sink_mass", "sink_rate")

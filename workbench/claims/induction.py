@@ -7,9 +7,9 @@ import pandas as pd
 from workbench.claims.evidence import Evidence
 from workbench.claims.registry import SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import listed, model_name, seeds_note
+from workbench.claims.verdict_wording import listed, model_name, seeds_note
 from workbench.statistics.censored import censored, censoring_rule, compare_steps, step_unit
-from workbench.statistics.formation import formation_steps
+from workbench.statistics.copying_and_sink_steps import formation_steps
 from workbench.statistics.intervals import Interval
 
 PATHS, CONTROL = ("svformer", "resformer", "resformer_constant"), "residual_k"

@@ -12,7 +12,7 @@ from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
 from workbench.claims.concentration import against_loss
 from workbench.claims.evidence import TELEMETRY
-from workbench.claims.published import differences_by_budget, published_differences
+from workbench.claims.published_numbers import differences_by_budget, published_differences
 from workbench.claims.verdict import InsufficientEvidence, corrected
 from workbench.errors import UnknownName, WorkbenchError
 

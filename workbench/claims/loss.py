@@ -11,13 +11,13 @@ import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step, best_rates
 from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
-from workbench.claims.published import beside_published
+from workbench.claims.published_numbers import beside_published
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import RATES, intervals_text, listed, model_name, seeds_note, share
+from workbench.claims.verdict_wording import RATES, intervals_text, listed, model_name, seeds_note, share
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_documents
 from workbench.statistics.loss_curves import step_at_loss
-from workbench.statistics.scaling import saved_share, savings_intervals
+from workbench.statistics.parameter_and_token_savings import saved_share, savings_intervals
 
 MAJORITY = 0.5  # the share of them in which the loss must be lower
 RELATIVES = ("neutreno", "denseformer")

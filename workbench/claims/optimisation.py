@@ -8,7 +8,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.loss import at_best_rates, beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import RATES, intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import RATES, intervals_text, model_name, seeds_note
 
 
 @claim(

@@ -13,7 +13,7 @@ from workbench.claims.evidence import Evidence, at_last_step
 from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, listed, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, listed, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 
 CONTROLS = ("residual_q", "residual_k", "residual_attention", "residual_hidden")

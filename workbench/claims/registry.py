@@ -14,7 +14,7 @@ import pandas as pd
 from workbench.claims.evidence import SETTING, Evidence
 from workbench.claims.final_loss_conditions import NAMED, TESTED, tokens_per_parameter, unmet_condition
 from workbench.claims.verdict import DECIDED, ROLES, InsufficientEvidence, Verdict, of_settings
-from workbench.claims.wording import WORDS, differences_of, listed, scope_of, setting_of
+from workbench.claims.verdict_wording import WORDS, differences_of, listed, scope_of, setting_of
 from workbench.statistics.intervals import MIN_SEEDS
 
 PAPER = "Zhou et al. 2024 and 2025, Value Residual Learning"

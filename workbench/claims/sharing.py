@@ -11,7 +11,7 @@ from workbench.claims.evidence import Evidence
 from workbench.claims.loss import ends_lower
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
-from workbench.claims.wording import intervals_text, listed, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, listed, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 from workbench.statistics.loss_curves import WINDOW, critical_point, cumulative_rate, relative_loss
 

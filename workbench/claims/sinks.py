@@ -15,12 +15,12 @@ from workbench.claims.evidence import SETTING, Evidence
 from workbench.claims.induction import copying_steps
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
-from workbench.claims.wording import intervals_text, listed, model_name
+from workbench.claims.verdict_wording import intervals_text, listed, model_name
 from workbench.errors import WorkbenchError
 from workbench.statistics.censored import censored, censoring_rule, compare_steps, formed_in, median_in_words, step_unit
-from workbench.statistics.formation import SINK, sink_step
+from workbench.statistics.copying_and_sink_steps import SINK, sink_step
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
-from workbench.statistics.sinks import SINK_MASS, sink_kind
+from workbench.statistics.sink_thresholds import SINK_MASS, sink_kind
 
 SINK_RATE = 0.05  # of a layer's heads: below, single documents pass by chance
 SINK_SEEDS = 5  # one seed reproduced a published picture here and two did not

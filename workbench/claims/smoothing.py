@@ -11,7 +11,7 @@ from workbench.claims.loss import beside_scaled
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.sinks import gated
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds
 
 POINTS = 6  # pairs of a layer and a model, before a rank correlation says anything

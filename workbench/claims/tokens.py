@@ -11,7 +11,7 @@ from workbench.claims.evidence import Evidence, deep_layers, model_mean
 from workbench.claims.loss import beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
-from workbench.claims.wording import intervals_text, model_name, seeds_note
+from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
 from workbench.statistics.intervals import Interval, over_seeds, paired_seeds
 
 SITES = {"stream": "hidden states", "z": "attention outputs"}

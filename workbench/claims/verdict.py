@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from workbench.claims.wording import labelled
+from workbench.claims.verdict_wording import labelled
 from workbench.statistics.intervals import MIN_SEEDS, Interval, percent, significance
 from workbench.statistics.multiple_testing import holm, holm_factors
 

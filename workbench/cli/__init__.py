@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 # isort: off  (help lists the commands in this order)
-from workbench.cli import checkpoints, measuring, showing, training
+from workbench.cli import checkpoint_commands, measure_commands, show_commands, train_commands
 from workbench.cli.arguments import app, show_tracebacks, tracebacks_shown
 
 # isort: on
 
-__all__ = ["app", "checkpoints", "main", "measuring", "showing", "training"]
+__all__ = ["app", "checkpoint_commands", "main", "measure_commands", "show_commands", "train_commands"]
 NETWORK = {
     "aiobotocore", "aiohttp", "botocore", "gcsfs", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "s3fs", "socket",
     "urllib", "urllib3",

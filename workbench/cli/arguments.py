@@ -55,7 +55,7 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
 
             silence(value)
         case "out" if value:
-            from workbench.files import writable
+            from workbench.file_io import writable
 
             writable(value)
         case "device" if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
@@ -72,7 +72,7 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
 
             ModelConfig.of(value)
         case "metric":
-            from workbench.cli.listing import measures
+            from workbench.cli.list_tables import measures
 
             for name in value or ():
                 refuse_unknown("metric", name, measures())
@@ -210,8 +210,8 @@ ArchitectureName = Annotated[
 ]
 PresetName = Annotated[str, Option(callback=checked_argument, help="A name of `workbench list presets`.")]
 Measures = functools.partial(
-    Option, "--metric", "-m", callback=checked_argument, autocompletion=completing("workbench.cli.listing", "measures")
-)
+    Option, "--metric", "-m", callback=checked_argument, autocompletion=completing("workbench.cli.list_tables", "measures"),
+)  # fmt: skip
 RunOrModel = functools.partial(Argument, autocompletion=runs_and_models)
 Documents = Annotated[int, Option("--documents", min=1, help="Largest number of documents.")]
 Options = Annotated[

@@ -10,6 +10,6 @@ __all__ = ["BackcopyData", "Data", "RepeatedData", "Sample", "TextData", "open_d
 def __getattr__(name: str) -> Any:  # the sources need torch, the corpus and the tasks do not
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from workbench.data import sources
+    from workbench.data import data_sources
 
-    return getattr(sources, name)
+    return getattr(data_sources, name)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import BadData, refuse_unknown, suggest
-from workbench.files import MAX_CORPUS, open_regular, read_bytes, read_json, replacing, write_json
+from workbench.file_io import MAX_CORPUS, open_regular, read_bytes, read_json, replacing, write_json
 from workbench.places import SHIPPED
 
 COLUMNS = ("text", "content")

@@ -19,7 +19,7 @@ import tokenizers
 
 from workbench.data.tokenizer_limits import open_backend, without_panics
 from workbench.errors import BadCheckpoint, BadData, refuse_unknown
-from workbench.files import digest, read_text, table_bytes, write_table, write_text
+from workbench.file_io import digest, read_text, table_bytes, write_table, write_text
 
 if TYPE_CHECKING:
     import torch

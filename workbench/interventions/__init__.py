@@ -4,7 +4,7 @@
 how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import ablation, first_token, gradients, lens, mixing, retention, similarity, throughput
+from workbench.interventions import ablation, first_token, gradients, lens, mixing, similarity, throughput, token_ranks
 from workbench.interventions.ablation import TokenMeans, replaced, token_means, value_ablation
 from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.edits.base import Edit
@@ -12,6 +12,6 @@ from workbench.interventions.edits.kinds import as_edits, coefficients, edited
 
 __all__ = [
     "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited",
-    "first_token", "gradients", "intervention", "lens", "mixing", "replaced", "retention", "similarity", "throughput",
-    "token_means", "value_ablation",
+    "first_token", "gradients", "intervention", "lens", "mixing", "replaced", "similarity", "throughput",
+    "token_means", "token_ranks", "value_ablation",
 ]  # fmt: skip

@@ -131,7 +131,7 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n alone, the baseline. Mean
     cosine over tokens of the head outputs together. A model of one layer has no rows. Caution: meant for a vanilla model.
     """
-    from workbench.kernels.joint import Softmax, joint_attention
+    from workbench.kernels.joint_softmax import Softmax, joint_attention
 
     layers = model.config.n_layers
     names = [f"blocks.{n}.attn.hook_{x}" for n in range(layers) for x in ("rot_q", "rot_k", "v")]

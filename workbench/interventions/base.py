@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.hook_names import ACTIVATIONS, stream_hook
 from workbench.metrics.found_sinks import sink_positions
 from workbench.metrics.residual import loss
-from workbench.names import ACTIVATIONS, stream_hook
 from workbench.observing.interception.documents_and_labels import Segments, weighted_mean
 
 Experiment = Callable[..., Iterator[dict[str, Any]]]

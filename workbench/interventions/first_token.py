@@ -1,4 +1,4 @@
-"""Effects of the first position, separated from effects of its token."""
+"""Effects of the first position, separated from effects of its token, and the output of attention sinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
-from workbench.metrics.found_sinks import column_excess
+from workbench.metrics.found_sinks import column_excess, sink_positions
+from workbench.statistics.sink_thresholds import sink_kind
 
 SITES = ("v", "own_v", "stream")
 SIZES: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -96,3 +97,83 @@ def massive_emergence(model: Any, sample: Any, data: Any, batch: int) -> Iterato
         if variant in SIZES and control is None:
             which = "layer" if variant is None else f"{variant}_layer"
             yield mean_row(each.argmax(1), variant=which, unit="layer")
+
+
+def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return each query's attention to its head's found positions [batch, head, pos], and their part of z; None for a mixed pattern."""
+    at = sink_positions(given["received"], given["row_max"])
+    most, heads = int(at.sum(-1).max()), at.shape[1]
+    is_one, places = at.double().topk(max(most, 1), dim=-1)  # [batch, head, few]
+    group = heads // given["v"].shape[2]
+    where = places.transpose(1, 2)[..., None]  # [batch, few, head, 1]
+    wide = (given[name].repeat_interleave(group, dim=2) for name in ("rot_k", "v"))
+    keys, values = (x.gather(1, where.expand(-1, -1, -1, x.shape[-1])) for x in wide)
+    scores = torch.einsum("bqhd,bkhd->bhqk", given["rot_q"], keys) * given["rot_q"].shape[-1] ** -0.5
+    queries = torch.arange(at.shape[-1], device=at.device)[:, None]
+    is_seen = (places[:, :, None] <= queries) & (is_one[:, :, None] > 0)
+    weights = (scores - given["lse"][..., None]).exp().masked_fill(~is_seen, 0)
+    sums = given["received"].gather(-1, places) * is_one
+    if not torch.allclose(weights.sum(2), sums, rtol=1e-3, atol=1e-3):
+        return None
+    return weights.sum(-1), torch.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+SINK_VARIANTS: dict[str | None, str] = {
+    "mass": "share", None: "ratio", "spread": "share", "no_op": "share of documents", "broadcast": "share of documents",
+}  # fmt: skip
+"""Rows of `sink_output` for each head, and their units."""
+
+
+@intervention(
+    unit="ratio", range=">= 0", reading="near 0: the sink writes nothing; large: it writes to every position",
+    source="attention to position 0 times its value through W_O, over the head's whole output",
+)  # fmt: skip
+@torch.no_grad()
+def sink_output(
+    model: Any, sample: Any, data: Any, batch: int, *, positions: str = "first"
+) -> Iterator[dict[str, Any]]:
+    """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
+
+    `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
+    queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
+    `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;
+    ratio at most 0.2 (`no_op`); ratio at least 0.5 and spread at most 0.5 (`broadcast`). Caution: the ratio passes 1 where
+    the rest cancels it. With positions `found`: of the sum over all positions where the head rests (`sink_positions`), in layers
+    whose pattern the rotated queries and keys give.
+    """
+    is_first = positions == "first"
+    points = ("sink", "v", "z") if is_first else ("v", "z", "rot_q", "rot_k", "lse", "received", "row_max")
+    layers = [
+        n for n, block in enumerate(getattr(model, "blocks", []))
+        if hasattr(block.attn, "W_O") and (is_first or (
+            getattr(block.attn, "joint", None) is None
+            and all(f"blocks.{n}.attn.hook_{x}" in model.hook_dict for x in points)
+        ))
+    ]  # fmt: skip
+    results = ByDocument()
+    for ids in batches_of(model, sample, batch):
+        names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
+        _, cache = model.run_with_cache(ids, names_filter=names)
+        for n in layers:
+            given = {x: cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points}
+            v, z = given["v"], given["z"]
+            w_o = model.blocks[n].attn.W_O.double()
+            if is_first:
+                sink, first = given["sink"], v[:, 0].repeat_interleave(z.shape[2] // v.shape[2], dim=1)
+                written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
+            elif (rebuilt := _from_found(given)) is not None:
+                sink, written = rebuilt[0], torch.einsum("bphd,hdm->bhpm", rebuilt[1], w_o).norm(dim=-1)
+            else:
+                continue
+            out = torch.einsum("bphd,hdm->bhpm", z, w_o)
+            ratio = (written[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
+            later = out[:, :, 1:]
+            spread = later.var(2, unbiased=False).sum(-1) / later.square().sum(-1).mean(-1).clamp_min(1e-300)
+            mass = sink[..., 1:].mean(-1)
+            for head in range(z.shape[2]):
+                numbers = [x[:, head].cpu() for x in (mass, ratio, spread)]
+                kinds = [sink_kind(*one) for one in zip(*(x.tolist() for x in numbers), strict=True)]
+                no_op, broadcast = (torch.tensor([k == kind for k in kinds]) for kind in ("no-op", "broadcast"))
+                for variant, values in zip(SINK_VARIANTS, (*numbers, no_op, broadcast), strict=True):
+                    results.add(values, layer=n, head=head, variant=variant, unit=SINK_VARIANTS[variant])
+    yield from results.rows()

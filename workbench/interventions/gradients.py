@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.hook_names import before_branching
 from workbench.interventions.ablation import branches
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, sinks_by_layer
 from workbench.models.hooked import next_token_loss
-from workbench.names import before_branching
 
 SITES = ("stream", "v", "attn_out", "mlp_out")
 GATHERED = 32  # positions among which a gradient sink is sought, as published

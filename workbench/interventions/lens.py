@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
+from workbench.hook_names import stream_hook
 from workbench.interventions.base import ByDocument, batches_of, intervention
-from workbench.names import stream_hook
 
 CHUNK = 64  # positions whose logits are held at a time
 

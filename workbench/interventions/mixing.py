@@ -11,8 +11,8 @@ from torch import Tensor
 
 from workbench.interventions.base import ByDocument, batches_of, intervention, losses, mean_row
 from workbench.interventions.edits.kinds import PATHS, hook_of, sources_at
+from workbench.models.cross_layer_wiring import source_name
 from workbench.models.transformer import Transformer
-from workbench.models.wiring import source_name
 
 SITES = {"v": "v", "q": "q", "k": "k", "output": "z", "stream": "stream"}
 """Where a path's mixture is read. A pattern's rows sum to 1, so that its coefficients are their own shares."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.interventions.base import intervention, trainable
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
-from workbench.models.live_bytes import LiveBytes
+from workbench.models.tensor_memory import LiveBytes
 
 ROUNDS = 5  # that count; one before them does not
 DECODED = 16  # tokens, one at a time

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.console import Progress
-from workbench.files import write_json
-from workbench.jobs import cluster, processes
+from workbench.file_io import write_json
+from workbench.jobs import dask_cluster, worker_processes
 
 Workers = int | str | Executor | None
 """Number of processes of this machine (default one per core), address of a cluster, or any executor."""
@@ -46,7 +46,7 @@ def run_jobs(
     left = list[Job]()  # jobs whose process or worker died
 
     def sorted_out(job: Job, error: BaseException | None) -> None:
-        if isinstance(error, BrokenProcessPool | cluster.Died):
+        if isinstance(error, BrokenProcessPool | dask_cluster.Died):
             left.append(job)
         else:
             done(job, error)
@@ -54,18 +54,18 @@ def run_jobs(
     if isinstance(workers, Executor):
         _run(workers, Job.__call__, jobs, done, result)
     elif isinstance(workers, str):
-        with cluster.connected(workers, folders) as (executor, call, explain):
+        with dask_cluster.connected(workers, folders) as (executor, call, explain):
             _run(executor, call, jobs, lambda job, error: sorted_out(job, explain(error)), result)
             for job in left:
                 _run(executor, call, [job], lambda job, error: done(job, explain(error)), result)
     else:
-        size = workers or processes.default_processes()
-        with processes.one_thread():
-            with processes.pool(size) as pool:
-                _run(pool, processes.interruptible, jobs, sorted_out, result)
+        size = workers or worker_processes.default_processes()
+        with worker_processes.one_thread():
+            with worker_processes.pool(size) as pool:
+                _run(pool, worker_processes.interruptible, jobs, sorted_out, result)
             if left:
                 with ThreadPoolExecutor(size) as threads:
-                    _run(threads, processes.in_new_process, left, done, result)
+                    _run(threads, worker_processes.in_new_process, left, done, result)
 
 
 def results(
@@ -88,7 +88,7 @@ def results(
 def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: Done, result: Result | None) -> None:
     futures = dict[Future[Any], Job]()
     try:
-        with processes.delayed_interrupts():
+        with worker_processes.delayed_interrupts():
             futures |= {pool.submit(call, job): job for job in jobs}
         for future in as_completed(futures):
             error = future.exception()

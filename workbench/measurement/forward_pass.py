@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from workbench import distributed
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import WorkbenchError
+from workbench.hook_names import ACTIVATIONS, STATISTICS, stream_hook
 from workbench.metrics import Metric
 from workbench.metrics.base import AXES
 from workbench.models.hook_points import read_only
 from workbench.models.transformer import Transformer
-from workbench.names import ACTIVATIONS, STATISTICS, stream_hook
 from workbench.observing.interception.documents_and_labels import Segments, weighted_mean
 
 WHOLE = ("logits", "tokens", "counted", "window")

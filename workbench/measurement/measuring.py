@@ -18,9 +18,10 @@ from torch import Tensor
 
 from workbench import distributed
 from workbench.console import Progress
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import BadData, NotMeasured, PaddingLeftOut, WorkbenchError, refuse_unknown, warn_caller
-from workbench.files import digest
+from workbench.file_io import digest
+from workbench.hook_names import ACTIVATIONS, STATISTICS
 from workbench.interventions import INTERVENTIONS, Intervention
 from workbench.interventions.base import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
@@ -35,14 +36,13 @@ from workbench.measurement.forward_pass import (
     run_pass,
     sample_rows,
 )  # fmt: skip
-from workbench.measurement.subjects import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
+from workbench.measurement.models_and_data import Subject, Tables, opened_run, refuse_unfit, sample_of, subjects
 from workbench.metrics import METRICS, Metric
 from workbench.metrics.base import takes_positions
 from workbench.metrics.found_sinks import ColumnExcess
 from workbench.models.transformer import Transformer
-from workbench.names import ACTIVATIONS, STATISTICS
 from workbench.runs.records import SAMPLE_COLUMNS, Records, left_out, provenance, records, typed
-from workbench.statistics.sinks import FOUND_EXCESS, FOUND_LENGTH
+from workbench.statistics.sink_thresholds import FOUND_EXCESS, FOUND_LENGTH
 
 Measure = Metric | Intervention
 POSITIONS = ("first", "found")

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.console import Progress
-from workbench.data.sources import Sample
+from workbench.data.data_sources import Sample
 from workbench.errors import BadData
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.models import build
-from workbench.models.live_bytes import LiveBytes, memory_table
+from workbench.models.tensor_memory import LiveBytes, memory_table
 
 PROCESS = psutil.Process()
 LIBRARIES = PROCESS.memory_info().rss  # at import

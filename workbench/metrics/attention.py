@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.errors import BadData
 from workbench.metrics.base import metric, wide
 from workbench.metrics.found_sinks import found_mass, sink_positions
-from workbench.statistics.sinks import SINK_MASS
+from workbench.statistics.sink_thresholds import SINK_MASS
 
 
 def keys_in_sight(T: int, window: int | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import refuse_unknown
-from workbench.names import ACTIVATIONS
+from workbench.hook_names import ACTIVATIONS
 
 Form = Literal["per_sequence", "accumulated", "derived"]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from workbench.metrics.base import metric, wide
-from workbench.statistics.sinks import FOUND_EXCESS, FOUND_LENGTH, FOUND_MOST, FOUND_P, FOUND_QUERIES
+from workbench.statistics.sink_thresholds import FOUND_EXCESS, FOUND_LENGTH, FOUND_MOST, FOUND_P, FOUND_QUERIES
 
 NAMED = 6  # positions and tokens in the result, of each kind the strongest
 

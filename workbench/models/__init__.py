@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from workbench.models.registry import ARCHITECTURES, Architecture, architecture
 
 if TYPE_CHECKING:
-    from workbench.models.composition import build, compose
+    from workbench.models.building import build, compose
     from workbench.models.transformer import Transformer
 
-_HOMES = {"build": "composition", "compose": "composition", "Transformer": "transformer"}
+_HOMES = {"build": "building", "compose": "building", "Transformer": "transformer"}
 __all__ = ["ARCHITECTURES", "Architecture", "Transformer", "architecture", "build", "compose"]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from workbench.errors import WorkbenchError, suggest
-from workbench.models.activations import RebuiltPatterns
+from workbench.models.patterns_and_gradients import RebuiltPatterns
 
 
 def arriving(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
     z = softmax(rope(Q) rope(K)^T / sqrt(d_head) + causal mask) V;  out = z W_O
 
 The value residual of ResFormer, V_n = lambda_1 V_1 + lambda_2 V_n^own, is in `Attention.project`: V_1 arrives from layer 0 through
-the memory of the forward pass, and `ResFormer.weights` gives the two lambdas. `wiring.py` decides at construction which layers
+the memory of the forward pass, and `ResFormer.weights` gives the two lambdas. `cross_layer_wiring.py` decides at construction which layers
 mix or share. Attention is fused unless a hook needs scores or pattern; statistics are streamed.
 
 `JointAttention` has softmaxes that a shortcut defines, A = sum over c of w_c softmax(q_c [K_1; ...; K_S]^T / sqrt(d_head) + causal mask)
@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
+from workbench.hook_names import NULL, QUADRATIC, STATISTICS, path_name
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
-from workbench.kernels.joint import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
+from workbench.kernels.joint_softmax import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
 from workbench.kernels.reference import statistics_of
-from workbench.models.activations import causal_scores, probabilities
+from workbench.models.cross_layer_wiring import ATTENDED, LayerWiring
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked
 from workbench.models.layers import Linear, Rotation, rotate
+from workbench.models.patterns_and_gradients import causal_scores, probabilities
 from workbench.models.shortcut import Memory, Projection, Shortcut, Source, Weight, mix
-from workbench.models.wiring import ATTENDED, LayerWiring
-from workbench.names import NULL, QUADRATIC, STATISTICS, path_name
 
 if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from workbench.console import ROWS, notebook_html
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
-from workbench.kernels.joint import Softmax, joint_attention
+from workbench.hook_names import path_name, position_axis, stream_hook
+from workbench.kernels.joint_softmax import Softmax, joint_attention
 from workbench.models.attention import Attention, JointAttention
 from workbench.models.hooked import HookedModel, refuse_ids, slice_positions
 from workbench.models.shortcut import Source
 from workbench.models.transformer import Transformer
-from workbench.names import path_name, position_axis, stream_hook
 
 By = Literal["layer", "head", "value_path"]
 BIAS = "bias"  # label of the constant that the final norm and the head add to the logits

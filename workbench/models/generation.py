@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import digest
+from workbench.file_io import digest
 
 
 class KeyValueCache:

@@ -17,9 +17,17 @@ from torch import Tensor, nn
 from workbench.config import ModelConfig
 from workbench.console import notebook_html
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
+from workbench.hook_names import (
+    QUADRATIC,
+    ByHookName,
+    NamedHookPoints,
+    either_name,
+    hook_name,
+    is_statistic,
+    position_axis,
+)
 from workbench.kernels.cross_entropy import MIN_LOGITS, refuse_targets, sequence_losses
 from workbench.models import generation
-from workbench.models.activations import LossFn, NamesFilter, RebuiltPatterns, gradients_at
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import (
     IN_A_GRAPH,
@@ -30,8 +38,8 @@ from workbench.models.hook_points import (
     is_hooked,
     read_only,
 )
-from workbench.models.lens_tools import LensTools
-from workbench.names import QUADRATIC, ByHookName, NamedHookPoints, either_name, hook_name, is_statistic, position_axis
+from workbench.models.patterns_and_gradients import LossFn, NamesFilter, RebuiltPatterns, gradients_at
+from workbench.models.transformerlens_attributes import LensTools
 
 if TYPE_CHECKING:
     from transformer_lens.config.transformer_bridge_config import TransformerBridgeConfig

@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.files import digest
+from workbench.file_io import digest
 from workbench.kernels.cross_entropy import MIN_LOGITS, cross_entropy
 from workbench.models.attention import Attention, JointAttention, Recipe
+from workbench.models.cross_layer_wiring import LayerWiring, wire
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint
 from workbench.models.hooked import HookedModel
 from workbench.models.layers import Embedding, Linear, NormedLinear, RMSNorm, Rotary, Rotation, block_norms
+from workbench.models.residual_stream import Stream, build_stream
 from workbench.models.shortcut import Memory, Shortcut, Weight, overrides
-from workbench.models.stream import Stream, build_stream
-from workbench.models.wiring import LayerWiring, wire
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 

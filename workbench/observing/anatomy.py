@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import BadData
-from workbench.kernels.joint import Softmax, joint_attention
+from workbench.hook_names import stream_hook
+from workbench.kernels.joint_softmax import Softmax, joint_attention
 from workbench.models.decomposition import TOLERANCE, Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
-from workbench.names import stream_hook
-from workbench.observing.interception.weights import is_sharded, matrix_and_bias
+from workbench.observing.interception.sharded_weights import is_sharded, matrix_and_bias
 from workbench.observing.recognition.attention_calls import repeated
-from workbench.observing.recognition.fits import FrozenNorm, depth_weights, fit_norm
-from workbench.observing.recognition.outputs import GATE, SHARE
-from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
+from workbench.observing.recognition.decoder_structure import DecoderStructure, LayerStructure
+from workbench.observing.recognition.layer_outputs import GATE, SHARE
+from workbench.observing.recognition.least_squares import FrozenNorm, depth_weights, fit_norm
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath, mixture_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from workbench.data.tokenizer import as_tokenizer, ids_of
 from workbench.errors import BadData, WorkbenchError
-from workbench.kernels.switches import outside_inference_mode
+from workbench.kernels.pytorch_switches import outside_inference_mode
 from workbench.models.hooked import id_table
 from workbench.observing.interception.function_mode import (
     COMPILED_NOTE,
@@ -26,20 +26,20 @@ from workbench.observing.interception.function_mode import (
     unwrapped,
 )
 from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED
-from workbench.observing.interception.tensor_layouts import tensors_of_output
-from workbench.observing.interception.weights import has_alike_matrices, refuse_absent_weights
+from workbench.observing.interception.nested_tensors import tensors_of_output
+from workbench.observing.interception.sharded_weights import has_alike_matrices, refuse_absent_weights
 from workbench.observing.observed_model import Call, Observed, refuse_dropout
 from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
-from workbench.observing.recognition.decoder import recognize_decoder
-from workbench.observing.recognition.layouts import (
+from workbench.observing.recognition.decoder_recognition import recognize_decoder
+from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure, Part
+from workbench.observing.recognition.tensor_axes import (
     distinct_length,
     find_axes,
     find_batch_axes,
     find_layout,
     refuse_ambiguous_axes,
 )
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure, Part
-from workbench.observing.recognition.trace import Trace, is_matrix
+from workbench.observing.recognition.traced_run import Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValuePath, fit_streams, fit_value_paths
 
 MIN_POSITIONS = 8  # with fewer, tensors agree by chance

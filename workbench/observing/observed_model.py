@@ -26,28 +26,23 @@ from torch import Tensor, nn
 
 from workbench.data.tokenizer import as_tokenizer
 from workbench.errors import BadData, HooksNotCalled, NotMeasured, WorkbenchError, warn_caller
-from workbench.kernels.switches import COMPILED_CODE
-from workbench.models.activations import LossFn, NamesFilter
+from workbench.hook_names import is_statistic, layer_of, stream_hook
+from workbench.kernels.pytorch_switches import COMPILED_CODE
 from workbench.models.hook_points import HookPoint, is_hooked, submodules
 from workbench.models.hooked import HookedModel, Hooks, refuse_ids
-from workbench.names import is_statistic, layer_of, stream_hook
+from workbench.models.patterns_and_gradients import LossFn, NamesFilter
 from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
-from workbench.observing.interception.function_mode import (
-    Failed,
-    PreservedState,
-    guarded,
-    remove_module_hooks,
-)
+from workbench.observing.interception.function_mode import Failed, PreservedState, guarded, remove_module_hooks
 from workbench.observing.interception.masks import CAUSAL, PACKED, PADDING, WINDOW
-from workbench.observing.interception.positions import Positions
-from workbench.observing.interception.tensor_layouts import get_at, ids_among
-from workbench.observing.interception.weights import is_sharded, offloaded, samples
+from workbench.observing.interception.nested_tensors import get_at, ids_among
+from workbench.observing.interception.position_axes import Positions
+from workbench.observing.interception.sharded_weights import is_sharded, offloaded, samples
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import CallsListenedTo, HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture
-from workbench.observing.recognition.executions import LOOKUP
-from workbench.observing.recognition.structure import UNLIMITED, DecoderStructure
+from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure
+from workbench.observing.recognition.module_runs import LOOKUP
 from workbench.observing.recognition.value_paths import ValuePath, mixture_of, sharing_note, value_path_table
 from workbench.observing.summary import coverage, describe, missing_hooks, site_table
 

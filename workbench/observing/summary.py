@@ -9,17 +9,17 @@ from typing import Any
 import pandas as pd
 from torch import nn
 
-from workbench.names import ACTIVATIONS, NULL, STATISTICS
+from workbench.hook_names import ACTIVATIONS, NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL
 from workbench.observing.recognition.attention_calls import BY_HAND
-from workbench.observing.recognition.routers import ROUTING, Router
-from workbench.observing.recognition.structure import (
+from workbench.observing.recognition.decoder_structure import (
     UNLIMITED,
     DecoderStructure,
     LayerStructure,
     Projection,
     TensorLocation,
 )
+from workbench.observing.recognition.routers import ROUTING, Router
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, Mixture, ValuePath
 
 _NO_PROJECTION = (

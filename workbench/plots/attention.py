@@ -13,7 +13,7 @@ from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.plots.grids import counted_spaces, every, safe, unique
+from workbench.plots.heat_maps import counted_spaces, every, safe, unique
 from workbench.plots.style import (
     BARS,
     DIVERGING,

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.models.registry import colour_of
-from workbench.plots.grids import safe
-from workbench.plots.records import whole_ticks
+from workbench.plots.heat_maps import safe
+from workbench.plots.record_figures import whole_ticks
 from workbench.plots.style import DIVERGING, MINUS, PANEL, SEQUENTIAL, at_least, colour_axis, dressed
 
 LINES = 2  # numbers of a layer that are drawn as lines; more are a map

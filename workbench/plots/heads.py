@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.plots.grids import safe, unique
+from workbench.plots.heat_maps import safe, unique
 from workbench.plots.style import GREY, axis_title, colour, dressed, label, narrow, ordered, symbol
 
 ROW, MIN_HEIGHT = 19, 220

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from workbench.environment import BROWSER, PLAYWRIGHT, variable
 from workbench.errors import WorkbenchError
-from workbench.files import replacing
+from workbench.file_io import replacing
 
 NAMES = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",

@@ -9,8 +9,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.grids import safe, unique
-from workbench.plots.records import whole_ticks
+from workbench.plots.heat_maps import safe, unique
+from workbench.plots.record_figures import whole_ticks
 from workbench.plots.style import GREY, PANEL, SEQUENTIAL, at_least, colour, colour_axis, dressed, label, symbol
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c18a00", "#0497fc")

@@ -13,8 +13,8 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.models.registry import LUMINANCES, colour_of
-from workbench.plots.compare import AXES, subtracted
-from workbench.plots.records import MAX_WHOLE, checked, plot
+from workbench.plots.comparisons import AXES, subtracted
+from workbench.plots.record_figures import MAX_WHOLE, checked, plot
 from workbench.plots.style import (
     DIVERGING,
     MINUS,

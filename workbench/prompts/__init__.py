@@ -20,31 +20,29 @@ if TYPE_CHECKING:
         attention_map,
         attention_overview,
     )
-    from workbench.prompts.attribution import Attribution, logit_attribution
+    from workbench.prompts.attention_passages import Excerpt, excerpt, sharpest_pairs
+    from workbench.prompts.attention_score import ScoreAttribution, part_in_words, score_attribution, sink_attribution
+    from workbench.prompts.attribution_of_logits import Attribution, logit_attribution
     from workbench.prompts.edit_effects import Effect, Over, PatchSweep, Sweep, edit_effect, edit_sweep, patch_sweep
-    from workbench.prompts.flow import ValueFlow, value_flow
-    from workbench.prompts.lens import Lens, Predictions, logit_lens, next_tokens
-    from workbench.prompts.passages import Excerpt, excerpt, sharpest_pairs
-    from workbench.prompts.paths import TokenPath, token_path
+    from workbench.prompts.lens_and_next_tokens import Lens, Predictions, logit_lens, next_tokens
+    from workbench.prompts.path_of_token import TokenPath, ValueFlow, token_path, value_flow
     from workbench.prompts.prompt import Prompt, PromptLike, tokenise
-    from workbench.prompts.scores import ScoreAttribution, part_in_words, score_attribution, sink_attribution
     from workbench.prompts.self_check import check_model
     from workbench.prompts.tuned_lens import TunedLens, fit_tuned_lens, load_tuned_lens
-    from workbench.prompts.vectors import Identity, ValueNorms, token_identity, value_norms
+    from workbench.prompts.value_norms_and_identity import Identity, ValueNorms, token_identity, value_norms
 
 _MODULES = {
     "attention_maps": ("AttentionInputs", "Overview", "Pool", "Window", "attention_inputs", "attention_map", "attention_overview"),
-    "attribution": ("Attribution", "logit_attribution"),
+    "attribution_of_logits": ("Attribution", "logit_attribution"),
     "edit_effects": ("Effect", "Over", "PatchSweep", "Sweep", "edit_effect", "edit_sweep", "patch_sweep"),
-    "flow": ("ValueFlow", "value_flow"),
-    "lens": ("Lens", "Predictions", "logit_lens", "next_tokens"),
-    "passages": ("Excerpt", "excerpt", "sharpest_pairs"),
-    "paths": ("TokenPath", "token_path"),
+    "lens_and_next_tokens": ("Lens", "Predictions", "logit_lens", "next_tokens"),
+    "attention_passages": ("Excerpt", "excerpt", "sharpest_pairs"),
+    "path_of_token": ("TokenPath", "ValueFlow", "token_path", "value_flow"),
     "prompt": ("Prompt", "PromptLike", "tokenise"),
-    "scores": ("ScoreAttribution", "part_in_words", "score_attribution", "sink_attribution"),
+    "attention_score": ("ScoreAttribution", "part_in_words", "score_attribution", "sink_attribution"),
     "self_check": ("check_model",),
     "tuned_lens": ("TunedLens", "fit_tuned_lens", "load_tuned_lens"),
-    "vectors": ("Identity", "ValueNorms", "token_identity", "value_norms"),
+    "value_norms_and_identity": ("Identity", "ValueNorms", "token_identity", "value_norms"),
 }  # fmt: skip
 __all__ = [
     "AttentionInputs", "Attribution", "Effect", "Excerpt", "Identity", "Lens", "Over", "Overview", "PatchSweep",

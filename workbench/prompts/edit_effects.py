@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
-from workbench.files import local
+from workbench.file_io import local
 from workbench.interventions.ablation import TokenMeans, token_means
 from workbench.interventions.edits.base import Inputs
 from workbench.interventions.edits.kinds import Given, Patch, applied, as_edits

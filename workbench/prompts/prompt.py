@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.data.sources import RepeatedData
-from workbench.data.tasks import SYMBOLS
+from workbench.data.data_sources import RepeatedData
+from workbench.data.synthetic import SYMBOLS
 from workbench.errors import BadData
+from workbench.hook_names import stream_hook
 from workbench.metrics.base import wide
 from workbench.models import Transformer
-from workbench.models.activations import RebuiltPatterns
 from workbench.models.hooked import HookedModel
-from workbench.names import stream_hook
+from workbench.models.patterns_and_gradients import RebuiltPatterns
 
 if TYPE_CHECKING:
     from workbench.models.activation_cache import Cache

@@ -7,9 +7,9 @@ import pandas as pd
 import torch
 
 from workbench.errors import BadData, UnknownName, WorkbenchError
+from workbench.hook_names import stream_hook
 from workbench.models.decomposition import By, decompose
 from workbench.models.hooked import HookedModel
-from workbench.names import stream_hook
 from workbench.prompts.attention_maps import attention_inputs, attention_map
 from workbench.prompts.prompt import PromptLike, single_prompt
 

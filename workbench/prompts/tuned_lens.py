@@ -24,7 +24,7 @@ from torch import Tensor
 
 from workbench.checkpoints.saving import weights_hash, write_tensors
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import digest, replacing
+from workbench.file_io import digest, replacing
 from workbench.metrics.base import wide
 from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import HookedModel

@@ -25,7 +25,7 @@ from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parqu
 from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.statistics.intervals import MIN_SEEDS, Interval, paired_seeds
-from workbench.storage.locations import locate
+from workbench.storage.path_or_url import locate
 
 SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versions", "observed", "log")
 """Sections of a run's description that are compared; times, names and places are not."""
@@ -202,8 +202,8 @@ class Side:
 
     def state(self) -> Any:
         """Return the unread tensors of a checkpoint and its facts."""
-        from workbench.checkpoints.identify import identify  # import torch
-        from workbench.checkpoints.lora import read_merged
+        from workbench.checkpoints.lora_adapters import read_merged
+        from workbench.checkpoints.paths import identify  # import torch
 
         return read_merged(identify(self.thing.path if isinstance(self.thing, Run) else self.thing, self.step))
 

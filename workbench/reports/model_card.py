@@ -19,9 +19,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from workbench.checkpoints import hub
 from workbench.checkpoints.saving import export
-from workbench.checkpoints.vocabulary import SETTINGS, TOKENIZER
+from workbench.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from workbench.errors import BadCheckpoint, BadData, NotCovered, WorkbenchError
-from workbench.files import read_json, write_text
+from workbench.file_io import read_json, write_text
 from workbench.models.registry import architecture
 from workbench.runs.run import Run, list_runs
 from workbench.storage.mirror import reading

@@ -23,14 +23,14 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.console import Progress, notebook_html
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
-from workbench.names import ACTIVATIONS
-from workbench.plots.experiments import after_the_first
+from workbench.hook_names import ACTIVATIONS
+from workbench.plots.html_page import Page, heading, numbers_html, paragraph
 from workbench.plots.image_export import screenshot
-from workbench.plots.page import Page, heading, numbers_html, paragraph
+from workbench.plots.start import after_the_first
 from workbench.reports.xray_sentences import ALMOST, SENTENCES, TOKEN, TokenName, pm, residual_text, sinks_text
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model
-from workbench.statistics.sinks import FOUND_LENGTH, SINK_MASS
+from workbench.statistics.sink_thresholds import FOUND_LENGTH, SINK_MASS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -377,7 +377,7 @@ def xray_data(subject: Any, data: Any, n: int, T: int | None) -> Any:
     import torch
 
     from workbench.data.corpus import embedded, from_files
-    from workbench.data.sources import Sample, TextData, TokenData, open_tokens
+    from workbench.data.data_sources import Sample, TextData, TokenData, open_tokens
 
     if data is None and isinstance(subject, Run):
         return None

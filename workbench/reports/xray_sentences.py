@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.models.registry import ARCHITECTURES
-from workbench.statistics.sinks import FOUND_MOST, SINK_MASS
+from workbench.statistics.sink_thresholds import FOUND_MOST, SINK_MASS
 
 PUBLISHED = (
     "published gain of ResFormer -0.027 to -0.032 nats (about 1 %) at 82M to 468M parameters, one seed (Zhou et al. 2024); "

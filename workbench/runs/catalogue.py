@@ -18,13 +18,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.identify import RUN_FILE
+from workbench.checkpoints.paths import RUN_FILE
 from workbench.console import notebook_html
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.files import digest
-from workbench.runs.index import Index, IndexRow
+from workbench.file_io import digest
 from workbench.runs.records import metrics_of
 from workbench.runs.run import MAX_WHOLE, SAME_NAME, Run, is_locked, is_run, is_study
+from workbench.runs.sqlite_index import Index, IndexRow
 from workbench.storage import mirror
 
 KIND, VERSION = "catalogue", "9"

@@ -23,12 +23,12 @@ import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from workbench.checkpoints.identify import ENDINGS, RUN_FILE, is_directory
-from workbench.checkpoints.training_logs.fields import ESTIMATED, UNITS
+from workbench.checkpoints.paths import ENDINGS, RUN_FILE, is_directory
+from workbench.checkpoints.training_logs.quantity_names import ESTIMATED, UNITS
 from workbench.checkpoints.training_logs.reading import Curve, LogReader, read_log, reader_of
 from workbench.console import Progress
 from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
-from workbench.files import local, write_json
+from workbench.file_io import local, write_json
 from workbench.models.registry import architecture as architecture_of
 from workbench.runs.records import typed, write_parquet
 from workbench.runs.run import FORMAT, LOG_FACTS, Run, place_of, written_now

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from workbench.console import ROWS
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import table_bytes, write_table
+from workbench.file_io import table_bytes, write_table
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from workbench.checkpoints.identify import (
+from workbench.checkpoints.paths import (
     CONFIG,
     LOG_ONLY,
     RUN_FILE,
@@ -30,10 +30,10 @@ from workbench.config import ModelConfig, ObservedConfig, TrainConfig
 from workbench.console import notebook_html
 from workbench.environment import RUNS, variable
 from workbench.errors import BadCheckpoint, BadData, InUse, WorkbenchError
-from workbench.files import digest, open_regular, read_bytes, read_json, write_json
+from workbench.file_io import digest, open_regular, read_bytes, read_json, write_json
 from workbench.runs.records import NEEDED, Store, metrics_of, read_parquet
-from workbench.storage.locations import Location, locate
 from workbench.storage.mirror import address_of, folder, push, reading, refresh
+from workbench.storage.path_or_url import Location, locate
 
 FORMAT = 1  # of run.json
 CORPORA = ".corpora"
@@ -202,28 +202,28 @@ class Run:
 
     def load(self, step: str | int = "last", **settings: Any) -> Any:
         """Load the `Transformer` or `Observed` model of a step with its tokenizer; for `settings` see `workbench.load`."""
-        from workbench.checkpoints.opening import load  # imports torch
+        from workbench.checkpoints.loading import load  # imports torch
 
         return load(self.path, step=step, **settings)
 
     @property
     def tokenizer(self) -> Any:
         """The run's tokenizer, None for bare token ids; raises `BadCheckpoint` if it belongs to another model."""
-        from workbench.checkpoints.vocabulary import tokenizer_beside
+        from workbench.checkpoints.tokenizer_files import tokenizer_beside
 
         return tokenizer_beside(self.path, self.model.d_vocab)
 
     @property
     def start_token(self) -> int | None:
         """The id that begins every text, None without one; see `start_token_of`."""
-        from workbench.checkpoints.vocabulary import start_token_of
+        from workbench.checkpoints.tokenizer_files import start_token_of
 
         return start_token_of(self.info, self.tokenizer)
 
     @property
     def data(self) -> Any:
         """The training data; raises `BadCheckpoint` if its corpus is neither the embedded one nor in the folder of runs."""
-        from workbench.data.sources import open_data
+        from workbench.data.data_sources import open_data
 
         corpora = self.path.parent / CORPORA
         name = str(self.info["data"].get("hash"))
@@ -284,7 +284,7 @@ def run_or_model(source: Any, device: Any = None) -> Any:
         return source
     if (location := locate(source)).is_run:
         return Run.open(location)
-    from workbench.checkpoints.opening import load  # imports torch
+    from workbench.checkpoints.loading import load  # imports torch
 
     return load(location, device=device)
 
@@ -292,7 +292,7 @@ def run_or_model(source: Any, device: Any = None) -> Any:
 @functools.lru_cache(maxsize=2)
 def shared_text(runs: Path, name: str = "", **settings: Any) -> Any:
     """Return a corpus and its tokenizer, built once per folder of runs; `settings` go to `prepare`, `name` names its file."""
-    from workbench.data.sources import open_data, prepare
+    from workbench.data.data_sources import open_data, prepare
 
     root = runs / CORPORA
     root.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ import pandas as pd
 
 from workbench.errors import BadCheckpoint
 from workbench.runs.catalogue import Entry
-from workbench.runs.index import Index, IndexRow
 from workbench.runs.records import (
     COLUMNS,
     NEEDED,
@@ -31,6 +30,7 @@ from workbench.runs.records import (
     records,
 )
 from workbench.runs.run import Run
+from workbench.runs.sqlite_index import Index, IndexRow
 
 if TYPE_CHECKING:
     import pyarrow as pa

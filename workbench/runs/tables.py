@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.errors import BadData, refuse_unknown
-from workbench.files import replacing, write_text
+from workbench.file_io import replacing, write_text
 from workbench.runs.records import read_parquet, typed, write_parquet
 
 

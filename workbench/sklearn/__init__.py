@@ -7,9 +7,9 @@
 scikit-learn takes a second to import, so nothing else of the package imports this one before it is used.
 """
 
+from workbench.sklearn.activation_matrices import as_matrices, as_matrix, site_hooks
 from workbench.sklearn.estimators import SoftmaxProbe, StreamedPCA, StreamedProbe
-from workbench.sklearn.heads import FEATURES, HeadGroups, group_heads, head_features
-from workbench.sklearn.matrices import as_matrices, as_matrix, site_hooks
+from workbench.sklearn.head_groups import FEATURES, HeadGroups, group_heads, head_features
 from workbench.sklearn.token_maps import METHODS, TokenMap, aligned, neighbourhood_purity, separation, token_map
 
 __all__ = [

@@ -10,7 +10,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, TransformerMixin
 from sklearn.linear_model import LogisticRegression
 
 from workbench.errors import BadData
-from workbench.metrics.retention import ClassSums, Discriminant
+from workbench.metrics.token_probes import ClassSums, Discriminant
 
 
 class StreamedPCA(TransformerMixin, BaseEstimator):

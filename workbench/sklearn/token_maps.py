@@ -15,10 +15,10 @@ from sklearn.metrics import silhouette_score
 from sklearn.neighbors import NearestNeighbors
 
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
-from workbench.metrics.retention import ClassSums, Discriminant
+from workbench.metrics.token_probes import ClassSums, Discriminant
 from workbench.metrics.values import TokenIdentityShare
+from workbench.sklearn.activation_matrices import as_ids, as_matrix
 from workbench.sklearn.estimators import StreamedPCA
-from workbench.sklearn.matrices import as_ids, as_matrix
 
 METHODS = {"pca": "principal components", "lda": "linear discriminants", "umap": "UMAP"}
 NEIGHBOURS, MOST = 10, 1000

@@ -25,15 +25,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.environment import mirrors_folder
 from workbench.errors import BadCheckpoint, WorkbenchError
-from workbench.files import MAX_TABLE, digest, digest_of, read_bytes, read_json
+from workbench.file_io import MAX_TABLE, digest, digest_of, read_bytes, read_json
 from workbench.places import SHIPPED
-from workbench.storage.sync import RUN, cache
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-RUNS, PACKED, VERDICTS = "runs.json", ".packed.json", ".verdicts.json"
+RUN, RUNS, PACKED, VERDICTS = "run.json", "runs.json", ".packed.json", ".verdicts.json"
 TABLES = {
     "records": "records/all.parquet",
     "samples": "records/all.samples.parquet",
@@ -130,7 +130,7 @@ def _others(root: Path) -> list[str]:
 @functools.lru_cache(maxsize=64)
 def _copy_of(root: Path, _: tuple[object, ...]) -> Path:
     contents = (part for file in _files(root) for part in (str(file.relative_to(root)), read_bytes(file, MAX_TABLE)))
-    place = cache().parent / "unpacked" / f"{digest_of(contents)}-{digest(str(root), _others(root))}"
+    place = mirrors_folder().parent / "unpacked" / f"{digest_of(contents)}-{digest(str(root), _others(root))}"
     if (place / PACKED).is_file():
         os.utime(place)
         return place

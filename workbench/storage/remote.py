@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError, refuse_unknown
-from workbench.files import URL, digest
+from workbench.file_io import URL, digest
 from workbench.places import install
 
 WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")

@@ -147,7 +147,7 @@ class Watch:
 
 
 def _setting(experiment: str, runs: Path, quick: bool) -> tuple[Any, ModelConfig, TrainConfig]:
-    from workbench.data.sources import BackcopyData, RepeatedData
+    from workbench.data.data_sources import BackcopyData, RepeatedData
 
     if experiment.startswith("sinks"):
         recipe = SINK_TRAIN.replace(steps=60, warmup=10, save_every=30) if quick else SINK_TRAIN

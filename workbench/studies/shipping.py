@@ -15,23 +15,23 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from workbench.checkpoints.identify import step_folder
+from workbench.checkpoints.paths import step_folder
 from workbench.checkpoints.saving import save
-from workbench.checkpoints.vocabulary import TOKENIZER
-from workbench.claims.collect import TELEMETRY, collect
+from workbench.checkpoints.tokenizer_files import TOKENIZER
+from workbench.claims.collect_evidence import TELEMETRY, collect
 from workbench.claims.evidence import ByMetric, Evidence
 from workbench.claims.judging import chosen
 from workbench.claims.registry import Claim
 from workbench.console import Progress
 from workbench.errors import WorkbenchError
-from workbench.files import read_json, write_json, write_table
+from workbench.file_io import read_json, write_json, write_table
 from workbench.jobs.running import Workers
 from workbench.measurement.measuring import measure
 from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, read_parquet
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.storage.packed import RUNS, TABLES, pack, unpacked
-from workbench.studies.runner import plan
 from workbench.studies.study_file import Study
+from workbench.studies.study_runs import plan
 
 WRITTEN = (*TELEMETRY, "chain_loss")
 COARSE = 10  # steps between rows of the training losses, once there are more than this many of them:

@@ -35,7 +35,7 @@ from typing import Any
 from workbench.config import PRESETS, ModelConfig, TrainConfig
 from workbench.data.corpus import is_named
 from workbench.errors import BadData, UnknownName, refuse_unknown
-from workbench.files import read_text
+from workbench.file_io import read_text
 from workbench.places import studies
 
 KEYS = (

@@ -29,21 +29,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from workbench import distributed
-from workbench.checkpoints.identify import RUN_FILE
+from workbench.checkpoints.paths import RUN_FILE
 from workbench.checkpoints.saving import save, write_tensors
 from workbench.config import ModelConfig, TrainConfig
-from workbench.data.sources import Data
+from workbench.data.data_sources import Data
 from workbench.environment import WORLD_SIZE, variable
 from workbench.errors import BadCheckpoint, NotSent, UnknownName, WorkbenchError, warn_caller
-from workbench.files import open_regular, read_json, replacing, write_json
+from workbench.file_io import open_regular, read_json, replacing, write_json
 from workbench.metrics import METRICS
 from workbench.models import build, compose
 from workbench.models.transformer import Transformer
 from workbench.runs.records import records, write_parquet
 from workbench.runs.run import CORPORA, FORMAT, Run, place_of, written_now
-from workbench.runs.trackers import Tracker, installed_trackers, open_trackers, send_rows
-from workbench.storage.locations import locate
+from workbench.runs.tracker_export import Tracker, installed_trackers, open_trackers, send_rows
 from workbench.storage.mirror import folder, push, reading
+from workbench.storage.path_or_url import locate
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

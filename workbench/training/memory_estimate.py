@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.models import compose
-from workbench.models.live_bytes import LiveBytes, memory_table
+from workbench.models.tensor_memory import LiveBytes, memory_table
 from workbench.training.loop import rate_factors
 
 OUTPUT_SEQUENCES = 4  # sequences on which validation differentiates the output

@@ -3,8 +3,8 @@
 `VIEWS[page][name](source, link)` returns a `Drawing`. A `Source` gives the numbers, a `Link` the options.
 """
 
-from workbench.views.base import VIEWS, Drawing, drawings, view
-from workbench.views.link import PAGES, Link
+from workbench.views.page_links import PAGES, Link
+from workbench.views.registry import VIEWS, Drawing, drawings, view
 from workbench.views.source import RunAtStep, Source, source_of
 
 __all__ = ["PAGES", "VIEWS", "Drawing", "Link", "RunAtStep", "Source", "drawings", "source_of", "view"]

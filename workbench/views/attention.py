@@ -13,13 +13,13 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.plots import attention as figures
-from workbench.plots.grids import safe, signed
+from workbench.plots.heat_maps import safe, signed
 from workbench.plots.style import at_least
-from workbench.statistics.sinks import SINK_MASS
-from workbench.views.base import Drawing, view
-from workbench.views.link import Link
-from workbench.views.positions import number, path_in_words, quoted, short, signed_number
+from workbench.statistics.sink_thresholds import SINK_MASS
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, view
 from workbench.views.source import RunAtStep, Source
+from workbench.views.tokens import number, path_in_words, quoted, short, signed_number
 
 SCALES = {
     "brightest": "up to the largest weight", "head": "up to each head's largest weight", "root": "square root, for small weights",

@@ -12,7 +12,7 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.claims.verdict import interval_table, with_adjusted
-from workbench.claims.wording import listed
+from workbench.claims.verdict_wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots.heads import documents
@@ -24,10 +24,10 @@ from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence, paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
 from workbench.views import depth_weights  # noqa: F401  (a view of this page)
-from workbench.views.base import ONE_SEED, Drawing, view
-from workbench.views.follow import number as digits
-from workbench.views.link import Link
-from workbench.views.measures import PLAIN, Measure, of_site, of_variant, select, unmeasured
+from workbench.views.measure_selection import PLAIN, Measure, of_site, of_variant, select, unmeasured
+from workbench.views.page_links import Link
+from workbench.views.path_of_token import number as digits
+from workbench.views.registry import ONE_SEED, Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source
 from workbench.views.training import VANILLA
 

@@ -12,8 +12,8 @@ from workbench.errors import BadCheckpoint, WorkbenchError
 from workbench.plots.depth_weights import KEYS, depth_weights_figure
 from workbench.runs.run import Run
 from workbench.storage.remote import is_url
-from workbench.views.base import Drawing, view
-from workbench.views.link import Link
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, view
 from workbench.views.source import RunAtStep, Source
 
 INTO = {

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.errors import WorkbenchError
 from workbench.models.registry import OPTION_LABELS, architecture_label
-from workbench.plots.grids import safe
+from workbench.plots.heat_maps import safe
 from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed, true_minus, wrapped
 from workbench.reports.differences import (
     SECTIONS,
@@ -22,10 +22,10 @@ from workbench.reports.differences import (
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence
-from workbench.views.base import Drawing, view
-from workbench.views.link import Link
-from workbench.views.positions import short
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, view
 from workbench.views.source import PREFERRED, RunAtStep, Source, checkpoint_key, run_name
+from workbench.views.tokens import short
 
 QUANTITIES = {
     "relative": "size of the difference / size of A's matrix",

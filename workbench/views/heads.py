@@ -15,18 +15,18 @@ import pandas as pd
 from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.plots import heads as figures
-from workbench.plots.grids import signed
+from workbench.plots.heat_maps import signed
 from workbench.plots.style import at_least
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.sinks import SINK_MASS
-from workbench.views.base import Drawing, view
-from workbench.views.follow import number as digits
-from workbench.views.link import Link
-from workbench.views.measures import PLAIN, Measure, select, unmeasured
-from workbench.views.positions import short
+from workbench.statistics.sink_thresholds import SINK_MASS
+from workbench.views.measure_selection import PLAIN, Measure, select, unmeasured
+from workbench.views.page_links import Link
+from workbench.views.path_of_token import number as digits
+from workbench.views.registry import Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source, run_name
+from workbench.views.tokens import short
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
 """Default measures, the first that is stored; number of heads in the figure."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import read_json, writable, write_json
-from workbench.plots.page import Page, heading, numbers_html, paragraph
-from workbench.views.base import Drawing, views_of
-from workbench.views.link import Link
+from workbench.file_io import read_json, writable, write_json
+from workbench.plots.html_page import Page, heading, numbers_html, paragraph
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, views_of
 from workbench.views.source import Source
 
 FILE = ".pins.json"

@@ -13,12 +13,12 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import WorkbenchError
-from workbench.plots.grids import safe
-from workbench.views import follow, tuned  # noqa: F401  (views of this page)
-from workbench.views.base import Drawing, view
-from workbench.views.link import Link
-from workbench.views.positions import cell_names, number, own_position, own_positions, path_in_words, position, quoted
+from workbench.plots.heat_maps import safe
+from workbench.views import path_of_token, tuned_lens  # noqa: F401  (views of this page)
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, view
 from workbench.views.source import RunAtStep, Source, read_alike
+from workbench.views.tokens import cell_names, number, own_position, own_positions, path_in_words, position, quoted
 
 WINDOW, WORDS, LINE, TOP, SHOWN = 128, 24, 1024, 50, 10
 TEXTS, TEXT_MINUS = ("first text", "second text"), "first − second"
@@ -91,7 +91,7 @@ def _grid(
 @view("prompt")
 def lens(source: Source, link: Link) -> Drawing:
     """Logit lens: the prediction per layer after each token, by the model's own output head; or the tuned lens."""
-    quantity, kind = link.choice("quantity", LENS), link.choice("lens", tuned.KINDS)
+    quantity, kind = link.choice("quantity", LENS), link.choice("lens", tuned_lens.KINDS)
     words, unit, span, about = LENS[quantity]
     about += "; blank: no next token" * (quantity in ("probability", "rank"))
     text, fits = source.prompt(link), list[str]()
@@ -99,15 +99,15 @@ def lens(source: Source, link: Link) -> Drawing:
     def grid_of(subject: RunAtStep, window: slice) -> plots.Grid:
         path = None
         if kind == "tuned":
-            path, fitted_on = tuned.lens_file(source, link, subject)
+            path, fitted_on = tuned_lens.lens_file(source, link, subject)
             fits.append(f"{subject.tag}{': ' * bool(subject.tag)}{fitted_on}")
         result = source.query(prompts.logit_lens, subject, text, top=5, positions=window, tuned=path)
         texts = np.array([[cell[0] for cell in row] for row in result.top_tokens], dtype=object)
         return _grid(getattr(result, quantity), result.tokens, window.start, unit, span, stream=True, texts=texts)
 
     drawing = _map(
-        source, link, tuned.KINDS[kind].capitalize(), f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS
-    )
+        source, link, tuned_lens.KINDS[kind].capitalize(), f"cell: likeliest token; colour: {words}, {about}", grid_of, WORDS,
+    )  # fmt: skip
     return (
         replace(drawing, sentence=f"{drawing.sentence} Maps fitted on {'; '.join(fits)}.".strip()) if fits else drawing
     )

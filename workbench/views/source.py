@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import pandas as pd
 
 from workbench import prompts
-from workbench.checkpoints.identify import WITHOUT
-from workbench.claims.all_verdicts import Verdicts, judge_all
-from workbench.data.tasks import SYMBOLS as ALPHABET
+from workbench.checkpoints.paths import WITHOUT
+from workbench.claims.stored_verdicts import Verdicts, judge_all
+from workbench.data.synthetic import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
-from workbench.files import read_bytes, read_json
+from workbench.file_io import read_bytes, read_json
 from workbench.models.registry import architecture_label
 from workbench.places import SHIPPED
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue
 from workbench.runs.run import Run, runs_folder
 from workbench.runs.table_cache import RecordCache, TableCache, TelemetryCache
-from workbench.storage.locations import shipped
-from workbench.views.link import Link
+from workbench.storage.path_or_url import shipped
+from workbench.views.page_links import Link
 
 if TYPE_CHECKING:  # with it comes torch, which only pages that run a model import
     from workbench.models.hooked import HookedModel
@@ -437,7 +437,7 @@ def _symbols(path: str, kind: str) -> str:
 
 def import_model(path: str, folder: Path, progress: Progress) -> Run:
     """Import a checkpoint, a folder or a cached Hub name as a run of a folder; raises `WorkbenchError` if it cannot be read."""
-    from workbench.runs.importing import import_run
+    from workbench.runs.checkpoint_import import import_run
 
     return import_run(path, folder, progress=lambda done, total, _: progress(done, total))
 

@@ -1,4 +1,4 @@
-"""The Start page: one model at a glance, the runs, verdicts on claims, the demo's figures; `finding` has the main result."""
+"""The Start page: one model at a glance, the runs, verdicts on claims, the demo's figures; `main_result` has the main result."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ import numpy as np
 import pandas as pd
 
 from workbench import plots, prompts
-from workbench.claims import DECIDED, Claim, Verdict, all_verdicts
-from workbench.claims.all_verdicts import Verdicts
+from workbench.claims import DECIDED, Claim, Verdict, stored_verdicts
 from workbench.claims.evidence import TELEMETRY, at_last_step
 from workbench.claims.judging import chosen, claim_figure
+from workbench.claims.stored_verdicts import Verdicts
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import read_json
+from workbench.file_io import read_json
 from workbench.models.registry import architecture_label
 from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample
 from workbench.runs.run import Run
-from workbench.statistics.formation import SINK, formation_steps, sink_steps
+from workbench.statistics.copying_and_sink_steps import SINK, formation_steps, sink_steps
 from workbench.statistics.intervals import paired_seeds
 from workbench.statistics.multiple_testing import holm_factors
-from workbench.views import run_groups  # noqa: F401  (a view of this page)
-from workbench.views.base import Drawing, view
-from workbench.views.finding import HALF_PAGE, check_part, logged_rows
-from workbench.views.link import Link
+from workbench.views import start_runs  # noqa: F401  (a view of this page)
+from workbench.views.main_result import HALF_PAGE, check_part, logged_rows
+from workbench.views.page_links import Link
+from workbench.views.registry import Drawing, view
 from workbench.views.source import RunAtStep, Source, example
 from workbench.views.training import VANILLA, mean_of_domains
 
@@ -182,7 +182,8 @@ def shipped_verdict(source: Source, claim: str) -> Judgement | None:
         return None
 
     def load() -> Verdicts | None:
-        return all_verdicts.load_verdicts(Path(source.shipped().folder), all_verdicts.mark(_finished(source, link)))
+        folder, marked = Path(source.shipped().folder), stored_verdicts.mark(_finished(source, link))
+        return stored_verdicts.load_verdicts(folder, marked)
 
     stored = source.keep(("stored", *verdicts_key(source, link)), load)
     return None if stored is None else next((j for j in _judgements_of(stored) if j.claim.name == claim), None)
@@ -198,13 +199,13 @@ def load_or_judge(source: Source, link: Link) -> Verdicts:
     """Load the verdicts stored beside the runs, or judge; new verdicts are stored in a folder of the user."""
     entries, of_user = _finished(source, link), source.own() and not link.on("shipped")
     folder = Path((source.catalogue() if of_user else source.shipped()).folder)
-    marked = "" if link.on("alone") else all_verdicts.mark(entries)
-    if marked and (stored := all_verdicts.load_verdicts(folder, marked)) is not None:
+    marked = "" if link.on("alone") else stored_verdicts.mark(entries)
+    if marked and (stored := stored_verdicts.load_verdicts(folder, marked)) is not None:
         return stored
     result = source.judge(entries)
     if marked and of_user:
         with contextlib.suppress(WorkbenchError):  # a read-only folder
-            all_verdicts.save_verdicts(folder, marked, result)
+            stored_verdicts.save_verdicts(folder, marked, result)
     return result
 
 
@@ -271,7 +272,7 @@ def verdict(source: Source, link: Link) -> Drawing:
         adjusted = adjusted if judged.verdict.alone is not None and tests > 1 else ""
         sentence += " Intervals in this sentence are those before Holm's correction." if adjusted else ""
         return Drawing(plots.intervals(numbers, title, judged.verdict.setting, adjusted=adjusted), numbers, sentence)
-    from workbench.claims.collect import stored  # imports torch
+    from workbench.claims.collect_evidence import stored  # imports torch
 
     runs = [e for e in _finished(source, link) if e.name in set(judged.verdict.runs)]
     evidence, _ = stored(runs, record_cache=source.cache.records, telemetry_cache=source.cache.telemetry)

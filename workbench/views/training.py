@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from workbench import plots
-from workbench.claims.published import differences_by_budget, published, published_differences
+from workbench.claims.published_numbers import differences_by_budget, published, published_differences
 from workbench.errors import WorkbenchError
 from workbench.models.registry import architecture_label
 from workbench.plots import training as drawn
@@ -15,8 +15,8 @@ from workbench.plots.style import GREY, ordered
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds
-from workbench.views.base import ONE_SEED, Drawing, view
-from workbench.views.link import Link
+from workbench.views.page_links import Link
+from workbench.views.registry import ONE_SEED, Drawing, view
 from workbench.views.source import RunAtStep, Source
 
 SHOWN = {
@@ -189,7 +189,7 @@ def relative(source: Source, link: Link) -> Drawing:
 @view("training")
 def by_budget(source: Source, link: Link) -> Drawing:
     """Validation loss minus the Transformer's over training tokens per parameter, with published curves behind."""
-    from workbench.claims.collect import run_facts  # imports torch
+    from workbench.claims.collect_evidence import run_facts  # imports torch
 
     if link.on("compare"):
         raise WorkbenchError("A − B stands beside the losses")

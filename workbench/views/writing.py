@@ -11,17 +11,17 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
+from workbench.plots.html_page import Page, numbers_html, paragraph
 from workbench.plots.image_export import FONT, font_face, save_figure
-from workbench.plots.page import Page, numbers_html, paragraph
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
-from workbench.views.base import Drawing, timelapse, views_of
-from workbench.views.positions import short
+from workbench.views.registry import Drawing, timelapse, views_of
 from workbench.views.source import run_name
+from workbench.views.tokens import short
 
 if TYPE_CHECKING:
-    from workbench.views.link import Link
+    from workbench.views.page_links import Link
     from workbench.views.source import Source
 
 WIDTH, PROMPT = 1000, 60  # pixels, characters of a prompt

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from workbench.checkpoints.checkpoint_facts import Dtype
+from workbench.checkpoints.file_signatures import first_bytes
 from workbench.checkpoints.format import Format
-from workbench.checkpoints.identify import GGUF
-from workbench.checkpoints.state import Dtype
-from workbench.checkpoints.stored import Stored, first_bytes
+from workbench.checkpoints.paths import GGUF
+from workbench.checkpoints.stored_tensors import Stored
 from workbench.checkpoints.transformers_modules import quiet
 from workbench.data.tokenizer import as_tokenizer
 from workbench.errors import BadCheckpoint

@@ -18,11 +18,12 @@ from typing import Any
 import tokenizers
 import torch
 
+from workbench.checkpoints.file_signatures import first_bytes
 from workbench.checkpoints.format import Format
-from workbench.checkpoints.stored import Stored, first_bytes
+from workbench.checkpoints.stored_tensors import Stored
 from workbench.data.tokenizer import ForeignTokenizer
 from workbench.errors import BadCheckpoint
-from workbench.files import read_bytes
+from workbench.file_io import read_bytes
 
 MAGIC, HEADER = b"24ka", 256
 SETTINGS = (

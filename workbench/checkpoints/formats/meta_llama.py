@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.checkpoints.checkpoint_facts import whole_number
 from workbench.checkpoints.format import Format
-from workbench.checkpoints.state import whole_number
 from workbench.errors import BadCheckpoint, NotCovered
-from workbench.files import read_json
+from workbench.file_io import read_json
 
 N_CTX = 2048
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "max_seq_len": N_CTX}  # of both code bases

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.checkpoints.checkpoint_facts import whole_number
 from workbench.checkpoints.format import Format
-from workbench.checkpoints.state import whole_number
 from workbench.errors import BadCheckpoint
-from workbench.files import read_json
+from workbench.file_io import read_json
 
 
 def in_meta(container: Any, path: Path) -> tuple[int, Mapping[str, Any] | None] | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from workbench.checkpoints.checkpoint_facts import Dtype, State
 from workbench.checkpoints.format import Format
-from workbench.checkpoints.state import Dtype, State, misfits
+from workbench.checkpoints.weight_checks import misfits
 from workbench.errors import BadCheckpoint, NotCovered, suggest
 
 KNOWN = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
 from workbench.errors import BadData
-from workbench.files import read_text
+from workbench.file_io import read_text
 
 SQLITE = b"SQLite format 3\0"
 ROWS = """

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from workbench.checkpoints import training_logs as folder
-from workbench.checkpoints.training_logs.fields import STEP_AVERAGE, TRAIN_TIME, UNITS, plain_name, quantity
+from workbench.checkpoints.training_logs.quantity_names import STEP_AVERAGE, TRAIN_TIME, UNITS, plain_name, quantity
 from workbench.errors import BadData, WorkbenchError
-from workbench.files import open_regular
+from workbench.file_io import open_regular
 
 HEAD = 1 << 14  # bytes by which a form is recognised
 LARGEST = 2**53  # largest step that tables can hold

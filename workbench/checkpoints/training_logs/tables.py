@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.training_logs.fields import (
+from workbench.checkpoints.training_logs.quantity_names import (
     FLAGS,
     RUNS,
     SETTINGS,
@@ -36,7 +36,7 @@ from workbench.checkpoints.training_logs.reading import (
     of_evaluation,
 )
 from workbench.errors import BadData
-from workbench.files import open_regular
+from workbench.file_io import open_regular
 
 KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "lines", ".parquet": "parquet"}
 CHART = re.compile(r"(?P<run>.+) - (?P<name>.+?)(?P<range>__MIN|__MAX)?")  # W&B

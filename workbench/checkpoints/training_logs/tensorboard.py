@@ -11,10 +11,10 @@ import re
 import struct
 from pathlib import Path
 
-from workbench.checkpoints.training_logs.fields import plain_name
+from workbench.checkpoints.training_logs.quantity_names import plain_name
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader, of_evaluation
 from workbench.errors import BadData
-from workbench.files import open_regular
+from workbench.file_io import open_regular
 from workbench.places import install
 
 LARGEST = 1 << 26  # bytes of an event with a number; pictures and graphs are skipped unread

@@ -16,7 +16,15 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from workbench.checkpoints.training_logs.fields import AVERAGES, ESTIMATED, IN_TEXT, NAMES, SECONDS, TIMES, plain_name
+from workbench.checkpoints.training_logs.quantity_names import (
+    AVERAGES,
+    ESTIMATED,
+    IN_TEXT,
+    NAMES,
+    SECONDS,
+    TIMES,
+    plain_name,
+)
 from workbench.checkpoints.training_logs.reading import CUT_OFF, WIDE, LogNumbers, LogReader, encoding_of, of_evaluation
 
 OTHERS = (

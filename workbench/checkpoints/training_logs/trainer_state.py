@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from workbench.checkpoints.training_logs.fields import SUMMARY, SUMMARY_REASON
+from workbench.checkpoints.training_logs.quantity_names import SUMMARY, SUMMARY_REASON
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
 from workbench.errors import BadData
-from workbench.files import read_json
+from workbench.file_io import read_json
 
 NAME = "trainer_state.json"
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.training_logs.fields import STEPS, plain_name
+from workbench.checkpoints.training_logs.quantity_names import STEPS, plain_name
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader
 from workbench.errors import BadData
-from workbench.files import open_regular
+from workbench.file_io import open_regular
 from workbench.places import install
 
 MAGIC, BLOCK, HEADER = b":W&B", 1 << 15, 7

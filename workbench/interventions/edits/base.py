@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
+from workbench.hook_names import ACTIVATIONS, stream_hook
 from workbench.interventions.ablation import TokenMeans, branches
 from workbench.models.hooked import HookedModel
-from workbench.names import ACTIVATIONS, stream_hook
 
 Numbers = tuple[int, ...]
 _RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
+from workbench.hook_names import position_axis
 from workbench.interventions.edits.base import (
     HEADS,
     Edit,
@@ -44,7 +45,6 @@ from workbench.interventions.edits.base import (
 from workbench.interventions.edits.sink import Sink
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer
-from workbench.names import position_axis
 
 
 @dataclass(frozen=True, kw_only=True)

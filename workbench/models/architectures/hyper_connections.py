@@ -6,7 +6,7 @@ A_m = A_m0 + a tanh(X_ W_m), A_r = A_r0 + a tanh(X_ W_r), B = B_0 + b tanh(X_ W_
 Source: Zhu et al. (2024), Hyper-Connections, arXiv 2409.19606, static and dynamic (Algorithm 2). Differences: X_ is normed by RMSNorm
 without a gain, which would only scale the rows of W (published: layer norm). The readout is the streams' mean (published: their sum,
 which the final norm maps to the same). No output projection is scaled by sqrt(n) at the start (unconfirmed).
-Seam: `connections` (`stream.py`). Sublayer s has `pre.<s>` [n] (A_m0), `res.<s>` [n n] (A_r0 row by row), `post.<s>` [n] (B_0),
+Seam: `connections` (`residual_stream.py`). Sublayer s has `pre.<s>` [n] (A_m0), `res.<s>` [n n] (A_r0 row by row), `post.<s>` [n] (B_0),
 `matrices.<s>` [n + 2, d_model] (of A_m, A_r, B in this order) and `scales.<s>` [2] (a, b). At the start A_m0 selects stream s mod n,
 A_r0 is the identity, B_0 is 1, W is 0, a and b are 0.01. Weight decay applies to matrices, not to static weights.
 Parameters: 2 L (n^2 + 2 n), with `dynamic` 2 L ((n + 2) d + 2) more.

@@ -10,7 +10,7 @@ stochastic.
 Source: Xie et al. (2025), mHC: Manifold-Constrained Hyper-Connections, arXiv 2512.24880. Permutations: mHC-lite, arXiv 2601.05732.
 Unconfirmed: the start of b (given below, after others' reading of the appendix), the home stream of sublayer s (here s mod n) and
 the readout (here the streams' mean).
-Seam: `connections` (`stream.py`). Sublayer s has `matrices.<s>` [rows, n d_model] (phi) and `biases.<s>` [rows], with the rows
+Seam: `connections` (`residual_stream.py`). Sublayer s has `matrices.<s>` [rows, n d_model] (phi) and `biases.<s>` [rows], with the rows
 of h_pre, h_post and h_res in this order, and `scales.<s>` [3]. At the start a = 0.01. b is -3 for h_pre (3 for the home stream), 0 for
 h_post, and for h_res 6 I - 3, or with permutations 0 for the identity and -8 for the others.
 Parameters: 2 L (n d (n^2 + 2 n) + n^2 + 2 n + 3); n! in place of n^2 for permutations.

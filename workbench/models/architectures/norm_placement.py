@@ -6,7 +6,7 @@
 Source: arXiv 2603.05498 (2026), in which the norms decide whether massive activations and sinks appear together. Gemma 2 has sandwich
 norms, OLMo 2 output norms. DyT: Zhu et al. (2025), Transformers without Normalization. Gains start at 1, a at 0.8 before
 attention and at 0.2 before the MLP, b at 0.
-Seam: `norms` (`norms.py`); the parameters are in the blocks: `ln1_post`, `ln2_post`, `attn.q_proj.norm`, `attn.k_proj.norm`.
+Seam: `norms` (`layers.py`); the parameters are in the blocks: `ln1_post`, `ln2_post`, `attn.q_proj.norm`, `attn.k_proj.norm`.
 Parameters: sandwich 2 L d. post L (d + D) if each layer projects queries and keys, because its input norms go. dyt 2 L (d + 1).
 Cache: 2 L T D.
 Degenerate case: pre is the vanilla decoder. post: W_O c and W_down c are the same model for every c > 0, up to eps.

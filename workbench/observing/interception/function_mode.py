@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from workbench.kernels.switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
+from workbench.kernels.pytorch_switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.models.hook_points import submodules
 from workbench.observing.interception.flash_calls import flash_call, is_flash
 from workbench.observing.interception.fused_calls import FusedCall, flex_call, interface_call, sdpa_call

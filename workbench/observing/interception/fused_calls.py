@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible_keys
-from workbench.observing.interception.positions import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
+from workbench.observing.interception.position_axes import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import autocast
 
 COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"

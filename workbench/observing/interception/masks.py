@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.kernels.attention import AttentionStatistics
 from workbench.observing.interception.documents_and_labels import Segments
-from workbench.observing.interception.positions import Beside
+from workbench.observing.interception.position_axes import Beside
 from workbench.observing.interception.product_calls import as_written
 
 CAUSAL, FUTURE = "causal", "sees later positions"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.positions import BatchAxis
+from workbench.observing.interception.position_axes import BatchAxis
 
 _Result = TypeVar("_Result")
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "bmm": 0, "baddbmm": 1}

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from workbench.models.hook_points import HookedModule, HookPoint, has_hooks
-from workbench.observing.interception.weights import full_weight
+from workbench.observing.interception.sharded_weights import full_weight
 from workbench.observing.recognition.attention_calls import TracedAttention
+from workbench.observing.recognition.decoder_structure import LayerStructure, Part
 from workbench.observing.recognition.routers import Router
-from workbench.observing.recognition.structure import LayerStructure, Part
 from workbench.observing.recognition.value_paths import Mixture
 
 OWN = "own_v"

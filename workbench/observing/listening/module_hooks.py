@@ -23,14 +23,14 @@ from workbench.observing.interception.function_mode import (
     guarded,
     remove_module_hooks,
 )
-from workbench.observing.interception.positions import Axes
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at, replaced_at
-from workbench.observing.listening.attention import AttentionRun
-from workbench.observing.listening.checkpoints import follow_checkpoints
-from workbench.observing.listening.run import CountedCalls, HookedAttention
-from workbench.observing.recognition.executions import LOOKUP, MATRIX
+from workbench.observing.interception.nested_tensors import TensorPath, get_at, replaced_at
+from workbench.observing.interception.position_axes import Axes
+from workbench.observing.listening.attention_hooks import AttentionRun
+from workbench.observing.listening.gradient_checkpoints import follow_checkpoints
+from workbench.observing.listening.run_state import CountedCalls, HookedAttention
+from workbench.observing.recognition.decoder_structure import TensorLocation
+from workbench.observing.recognition.module_runs import LOOKUP, MATRIX
 from workbench.observing.recognition.routers import Router
-from workbench.observing.recognition.structure import TensorLocation
 
 
 class _ReadTensor(NamedTuple):

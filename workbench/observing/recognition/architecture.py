@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.fits import depth_weights, weights_by_token
-from workbench.observing.recognition.outputs import CHANGED, GATE
-from workbench.observing.recognition.structure import DecoderStructure, LayerStructure
+from workbench.observing.recognition.decoder_structure import DecoderStructure, LayerStructure
+from workbench.observing.recognition.layer_outputs import CHANGED, GATE
+from workbench.observing.recognition.least_squares import depth_weights, weights_by_token
 from workbench.observing.recognition.value_paths import NEGLIGIBLE, TABLE, Source, ValuePath
 
 _SAME = 1e-3  # coefficients this near are one published constant

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from workbench.hook_names import NULL, STATISTICS
 from workbench.kernels.attention import AttentionStatistics, attention_statistics
-from workbench.names import NULL, STATISTICS
 from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible_keys
-from workbench.observing.interception.positions import BatchAxis, Beside, Positions
+from workbench.observing.interception.position_axes import BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import (
     ProductCall,
     arrange,
@@ -27,8 +27,8 @@ from workbench.observing.interception.product_calls import (
     pattern_order,
     softmax_axes,
 )
-from workbench.observing.recognition.executions import Execution
-from workbench.observing.recognition.fits import EXACT, fit, weights_by_token
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
+from workbench.observing.recognition.module_runs import Execution
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference from the reference, relative to the largest entry, at which an attention counts as the same computation."""

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.tensor_layouts import TensorPath
+from workbench.observing.interception.nested_tensors import TensorPath
 from workbench.observing.recognition.attention_calls import TracedAttention
-from workbench.observing.recognition.executions import MATRIX, Execution, TracedTensor
-from workbench.observing.recognition.trace import Trace
+from workbench.observing.recognition.module_runs import MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.traced_run import Trace
 
 INLINE = "inline"
 """Kind of an execution that is a block without a module of its own."""

@@ -13,9 +13,18 @@ from torch import Tensor
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within
 from workbench.observing.recognition.attention_calls import BY_HAND, UNREAD, TracedAttention, stacked
 from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, block_number, streams_of_block
-from workbench.observing.recognition.executions import MATRIX, Execution, rows_at, run_index
-from workbench.observing.recognition.fits import fit_rotated
-from workbench.observing.recognition.outputs import EarlierStreams, find_additions, find_output, fit_combination
+from workbench.observing.recognition.decoder_structure import (
+    GATED,
+    CallScope,
+    LayerStructure,
+    Mixed,
+    Part,
+    Projection,
+    TensorLocation,
+)
+from workbench.observing.recognition.layer_outputs import EarlierStreams, find_additions, find_output, fit_combination
+from workbench.observing.recognition.least_squares import fit_rotated
+from workbench.observing.recognition.module_runs import MATRIX, Execution, rows_at, run_index
 from workbench.observing.recognition.projections import (
     OwnValues,
     find_own_values,
@@ -26,16 +35,7 @@ from workbench.observing.recognition.projections import (
     same_projection,
 )
 from workbench.observing.recognition.routers import find_router
-from workbench.observing.recognition.structure import (
-    GATED,
-    CallScope,
-    LayerStructure,
-    Mixed,
-    Part,
-    Projection,
-    TensorLocation,
-)
-from workbench.observing.recognition.trace import Trace, is_matrix
+from workbench.observing.recognition.traced_run import Trace, is_matrix
 from workbench.observing.recognition.value_paths import ValueTables
 
 _ROLES = {"fused": ("fused",), "eager": ("scores", "softmax", "values"), BY_HAND: ("scores", "values")}

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from workbench.observing.recognition.executions import MATRIX, Execution
-from workbench.observing.recognition.fits import EXACT, fit, weights_by_token
-from workbench.observing.recognition.structure import Projection
+from workbench.observing.recognition.decoder_structure import Projection
+from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
+from workbench.observing.recognition.module_runs import MATRIX, Execution
 
 _NARROW = (torch.float16, torch.bfloat16)
 _MAX_TABLE = 2**26  # entries in a comparison of all columns with all columns

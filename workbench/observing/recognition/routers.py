@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.observing.interception.positions import Positions
-from workbench.observing.interception.tensor_layouts import TensorPath, get_at
-from workbench.observing.recognition.executions import Execution, TracedTensor
-from workbench.observing.recognition.fits import EXACT
-from workbench.observing.recognition.structure import TensorLocation
+from workbench.observing.interception.nested_tensors import TensorPath, get_at
+from workbench.observing.interception.position_axes import Positions
+from workbench.observing.recognition.decoder_structure import TensorLocation
+from workbench.observing.recognition.least_squares import EXACT
+from workbench.observing.recognition.module_runs import Execution, TracedTensor
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),

@@ -20,11 +20,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.tensor_layouts import TensorPath
-from workbench.observing.recognition.executions import LOOKUP, MATRIX, Execution, TracedTensor
-from workbench.observing.recognition.fits import EXACT, StreamSum, fit, weights_by_token
-from workbench.observing.recognition.structure import GATED, LayerStructure, Table
-from workbench.observing.recognition.trace import Trace, is_matrix
+from workbench.observing.interception.nested_tensors import TensorPath
+from workbench.observing.recognition.decoder_structure import GATED, LayerStructure, Table
+from workbench.observing.recognition.least_squares import EXACT, StreamSum, fit, weights_by_token
+from workbench.observing.recognition.module_runs import LOOKUP, MATRIX, Execution, TracedTensor
+from workbench.observing.recognition.traced_run import Trace, is_matrix
 
 Source = str | int
 """`first`, `own`, the layer whose own values are read, or `table NAME` for the module that looks values up."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import UnknownName, WorkbenchError, refuse_unknown
+from workbench.hook_names import ACTIVATIONS
 from workbench.metrics import METRICS, Metric
-from workbench.names import ACTIVATIONS
-from workbench.observing.interception.weights import is_sharded
+from workbench.observing.interception.sharded_weights import is_sharded
 from workbench.runs.records import COLUMNS, TEXT, WHOLE
 
 OWN = {

@@ -20,16 +20,16 @@ import pyarrow.parquet  # noqa: F401 - now, not in the middle of a training
 import torch
 from torch import Tensor, nn
 
-from workbench.checkpoints.identify import RUN_FILE
+from workbench.checkpoints.paths import RUN_FILE
 from workbench.distributed import rank
 from workbench.errors import WorkbenchError, warn_caller
-from workbench.files import read_json, write_json
+from workbench.file_io import read_json, write_json
+from workbench.hook_names import STATISTICS
 from workbench.metrics import METRICS
-from workbench.names import STATISTICS
-from workbench.observing.interception.weights import is_sharded
+from workbench.observing.interception.sharded_weights import is_sharded
 from workbench.runs.records import read_parquet, records, write_parquet
 from workbench.runs.run import FORMAT, Run, runs_folder, written_now
-from workbench.runs.trackers import Tracker, installed_trackers, open_trackers
+from workbench.runs.tracker_export import Tracker, installed_trackers, open_trackers
 from workbench.training.recorder.activation_capture import (
     ATTENTION_INPUT,
     BY_POSITION,
