@@ -11,7 +11,7 @@ from strangers import GPT, VOCABULARY, SharedValues, large
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
-from workbench.interventions import edited, token_means
+from workbench.interventions import edited, replaced, token_means
 from workbench.interventions.ablation import branches
 from workbench.interventions.edits.kinds import KINDS, Head, Values
 from workbench.prompts import edit_effect
@@ -91,6 +91,33 @@ def test_patched_activations_by_hand(tiny, site):
 
 
 # ---- together, and afterwards ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("text", ["head:how=mean", "values:how=mean", "values:how=shuffle"])
+def test_what_mixes_positions_sees_a_whole_prompt_or_is_refused(tiny, text):
+    model, ids = tiny(), some_tokens(2)
+    cache = model.new_cache(2)
+    model(ids[:, :8], past_kv_cache=cache)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    with edited(model, text):
+        whole = model.generate(ids[:, :8], 4, temperature=0, use_cache=False)
+        assert torch.equal(model.generate(ids[:, :8], 4, temperature=0), whole), "without a cache by default"
+        for more in ({"tokens": ids[:, 8:], "past_kv_cache": cache}, {"tokens": ids, "attention_mask": mask}):
+            with pytest.raises(BadData, match="mixes all positions of a prompt"):
+                model(**more)
+    assert model.decodes_with_cache
+    assert model(ids, attention_mask=mask).isfinite().all()
+
+
+@torch.no_grad()
+def test_replaced_values_are_refused_for_tokens_of_another_shape(tiny):
+    model, ids = tiny(), some_tokens(1)
+    with replaced(model, ids, [1], "token_mean", token_means(model, "v", [ids])):
+        for other in (ids[:, :1], ids.expand(3, -1)):
+            with pytest.raises(BadData, match=r"are of \(1, 16\) tokens, but the model runs on"):
+                model(other)
 
 
 @torch.no_grad()

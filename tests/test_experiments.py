@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workbench.data.data_sources import Sample
-from workbench.interventions import INTERVENTIONS
+from workbench.interventions import INTERVENTIONS, edited
 
 WIDE = torch.float64
 
@@ -142,3 +142,43 @@ def test_the_gain_of_several_streams_by_hand(tiny, ids):
     assert [found(rows, layer=n, variant="backward") for n in range(3)] == pytest.approx([2, 4, 4])
     assert [r["value"] for r in run("stream_gain", tiny("mhc"), ids)] == pytest.approx([1] * 6, abs=1e-3)
     assert run("stream_gain", tiny(), ids) == []
+
+
+@pytest.mark.parametrize("architecture", ["neutreno", "resformer_learnable"])
+def test_a_shortcut_at_zero_is_its_coefficient_at_zero(awake, ids, architecture):
+    """NeuTRENO adds lambda (V_1 - V_n): without the shortcut nothing of V_n is subtracted either."""
+    model = awake(architecture, dtype=WIDE)
+    rows, plain = run("skip_ablation", model, ids), document_losses(model, ids)
+    for layer, at in (({"layer": 1}, ",layer=1"), ({"layer": 2}, ",layer=2"), ({"layer": None}, "")):
+        with edited(model, f"coefficient:value=0{at}"):
+            change = document_losses(model, ids) - plain
+        assert found(rows, variant="zero", **layer) == pytest.approx(float(change.mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ["gated_attention", "value_gate_query", "exclusive_attention", "cross_layer"])
+def test_what_a_sink_writes_passes_the_gates_and_comes_from_all_keys(awake, ids, architecture):
+    """The other way: what the head outputs of later queries lose without the first token's values."""
+    model = awake(architecture, dtype=WIDE).requires_grad_(False)
+    rows = run("sink_output", model, ids)
+    first = lambda v, hook: torch.cat((0 * v[:, :1], v[:, 1:]), 1)  # noqa: E731
+    for layer in range(3):
+        z = f"blocks.{layer}.attn.hook_z"
+        values = [
+            n for n in (f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.cross.hook_v") if n in model.hook_dict
+        ]
+        whole = model.run_with_cache(ids, names_filter=z)[1][z]
+        with model.hooks([(name, first) for name in values]):
+            rest = model.run_with_cache(ids, names_filter=z)[1][z]
+        lost, out = (
+            torch.einsum("bphd,hdm->bphm", x, model.blocks[layer].attn.W_O)[:, 1:] for x in (whole - rest, whole)
+        )
+        ratio = (lost.norm(dim=-1) / out.norm(dim=-1)).mean((0, 1))
+        told = [found(rows, layer=layer, head=head, variant=None) for head in range(4)]
+        assert told == pytest.approx(ratio.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("transformer", {1, 2}), ("sink_logit", set()), ("residual_attention", set())]
+)
+def test_only_plain_softmaxes_are_compared_with_cross_layer_attention(tiny, ids, architecture, layers):
+    assert {row["layer"] for row in run("cross_layer_approximation", tiny(architecture), ids)} == layers

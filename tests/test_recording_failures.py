@@ -15,6 +15,7 @@ from recordings import rows
 from torch import nn
 from torch.nn.utils import prune
 
+import workbench
 from workbench import Recorder, observe
 from workbench.errors import WorkbenchError
 from workbench.runs.run import is_locked
@@ -275,6 +276,57 @@ def test_an_attention_that_cannot_be_read_in_training_stops_its_own_quantities_a
     assert all(torch.equal(weights[0][n], w) for n, w in weights[1].items())
     assert set(rows(tmp_path / "r", "hidden_norm")["step"]) == {0, 1}
     assert not len(rows(tmp_path / "r", "sink_mass"))
+
+
+def test_a_window_counts_in_what_is_recorded_and_attention_to_no_token_is_refused(tiny, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    ids = tokens(0, batch=2, length=16)
+    model = MistralForCausalLM(MistralConfig(vocab_size=31, sliding_window=4, **sizes)).eval()
+    observed = observe(model, ids, quiet=True)
+    with Recorder(observed, 1, tmp_path / "r", quantities=["received_ratio"]) as recorder:
+        model(ids, labels=ids).loss.backward()
+        recorder.step()
+    told = workbench.measure(observed, "received_ratio", ids).query("variant.isna() and control.isna()")
+    means = [
+        frame.groupby("layer")["value"].mean().tolist() for frame in (rows(tmp_path / "r", "received_ratio"), told)
+    ]
+    assert means[0] == pytest.approx(means[1], rel=1e-5)
+    model = tiny("sink_logit")
+    with Recorder(model, 1, tmp_path / "s", quantities=["importance_entropy", "sink_mass"]) as recorder:
+        model(ids, return_type="loss").backward()
+        with pytest.warns(NotRecorded, match=r"importance_entropy \(it counts attention to no token"):
+            recorder.step()
+    assert len(rows(tmp_path / "s", "sink_mass"))
+
+
+class Turned(GPT):
+    """Its blocks read [pos, batch, d_model]."""
+
+    def forward(self, ids):
+        x = (self.wte(ids) + self.wpe.weight[: ids.shape[1]]).transpose(0, 1)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(x).transpose(0, 1)
+
+
+def test_states_with_positions_before_the_batch_are_not_read_as_documents(tmp_path):
+    model = Turned()
+    quantities = ["hidden_peak", "activation_gradient_norm", "gradient_by_position"]
+    with Recorder(model, 1, tmp_path / "r", quantities=quantities) as recorder:
+        model(tokens(0, batch=2, length=12)).square().mean().backward()
+        with pytest.warns(NotRecorded, match=r"hidden_peak \(stream \[12, 2, \d+\] holds positions before the batch"):
+            recorder.step()
+    assert not len(rows(tmp_path / "r", "hidden_peak"))
+    assert not len(rows(tmp_path / "r", "gradient_by_position"))
+    assert len(rows(tmp_path / "r", "activation_gradient_norm")), "a norm of everything does not depend on the order"
 
 
 class Masked(GPT):

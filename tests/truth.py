@@ -91,7 +91,7 @@ class World:
         pattern = see("pattern", n, scores.masked_fill(future, -math.inf).softmax(-1))
         z = torch.einsum("bhqk,bkhd->bqhd", pattern, wide(v))
         if mixes and self.kind == "neutreno":
-            z = z + PULL * wide(source - v)
+            z = z + PULL * see("pull", n, wide(source - v))
         z = see("z", n, z)
         return z.flatten(2) @ self.p[f"blocks.{n}.attn.o_proj.weight"].T, v if n == 0 else first
 

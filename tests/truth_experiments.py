@@ -53,7 +53,10 @@ def skip_ablation(world):
         for group in chosen:
             for how, change in ways.items():
                 layer = group[0] if len(group) == 1 else None
-                rows[at(layer=layer, variant=how)] = world.losses(ids, instead("first_v", group, change)) - plain
+                name = (
+                    "pull" if how == "zero" and world.kind == "neutreno" else "first_v"
+                )  # its coefficient is of V_1 - V_n
+                rows[at(layer=layer, variant=how)] = world.losses(ids, instead(name, group, change)) - plain
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from workbench.errors import WorkbenchError, refuse_unknown
+from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row
 from workbench.models.decomposition import decompose
 from workbench.models.hook_points import read_only
@@ -39,16 +39,16 @@ def _read(model: Any, ids: Tensor, names: list[str], read: Callable[[str, Tensor
 
 @intervention(
     unit="nats", range="any", reading="higher: the shortcut matters more",
-    source="Zhou et al. 2025 (shortcut removed from a trained model); controls ours", version=2,
+    source="Zhou et al. 2025 (shortcut removed from a trained model); controls ours", version=3,
 )  # fmt: skip
 @torch.no_grad()
 def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
     """Change of the loss when the values that come from other layers are taken away, in one layer or in all.
 
-    `zero`: a coefficient of 0, which also changes the scale. `mean`: their mean over all tokens of the sample. `shuffled`:
-    values from other positions of the same document. `other`: values of the preceding document in the sample (the last one
-    for the first; reversed positions if there is only one). Models without
-    such a path have no rows. Caution: a trained model cannot make up for the loss; training without the path could.
+    `zero`: a coefficient of 0, which also changes the scale (NeuTRENO's takes V_n away too). `mean`: their mean over all tokens of
+    the sample. `shuffled`: values from other positions of the same document. `other`: values of the preceding document in the
+    sample (the last one for the first; reversed positions if there is only one). Models without such a path have no rows.
+    Caution: a trained model cannot make up for the loss; training without the path could.
     """
     by_layer = branches(model)
     batches = batches_of(model, sample, batch)
@@ -76,8 +76,9 @@ def skip_ablation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[di
     for layers in [*([n] for n in sorted(by_layer)), sorted(by_layer)]:
         names = [name for n in layers for name in by_layer[n]]
         axes = {"layer": layers[0]} if len(layers) == 1 else {}
+        weights = [name for n in layers if (name := f"blocks.{n}.attn.hook_output_mix") in model.hook_dict]
         for how, change in changes.items():
-            with model.hooks([(name, change) for name in names]):
+            with model.hooks([(name, change) for name in [*names, *(weights if how == "zero" else [])]]):
                 yield mean_row(losses(model, batches) - plain, variant=how, unit="nats", **axes)
         yield mean_row(_losses_of_others(model, sample, batch, names) - plain, variant="other", unit="nats", **axes)
         if len(by_layer) == 1:
@@ -121,7 +122,7 @@ def sublayer_removal(model: Any, sample: Any, data: Any, batch: int) -> Iterator
 
 @intervention(
     unit="cosine", range="-1..1", reading="higher: the approximation is better",
-    source="Zhou et al. 2024 (same-key averaging against the identity map), before W_O, heads together",
+    source="Zhou et al. 2024 (same-key averaging against the identity map), before W_O, heads together", version=2,
 )  # fmt: skip
 @torch.no_grad()
 def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) -> Iterator[dict[str, Any]]:
@@ -129,7 +130,8 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
 
     Exact: U = softmax(Q_n [K_n; K_m]^T / sqrt(d)) [V_n; V_m], m = n - 1. `same_key`: A_n (V_n + V_m) / 2, as in a value residual.
     `identity`: A_n V_n + V_m; `identity_all`: A_n V_n + the mean of all earlier values. `own`: A_n V_n alone, the baseline. Mean
-    cosine over tokens of the head outputs together. A model of one layer has no rows. Caution: meant for a vanilla model.
+    cosine over tokens of the head outputs together. A model of one layer and layers whose pattern A_n is not softmax(Q_n K_n^T / sqrt(d))
+    (sink logits, other layers' keys or patterns) have no rows. Caution: meant for a vanilla model.
     """
     from workbench.kernels.joint_softmax import Softmax, joint_attention
 
@@ -137,11 +139,11 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     names = [f"blocks.{n}.attn.hook_{x}" for n in range(layers) for x in ("rot_q", "rot_k", "v")]
     if any(name not in model.hook_dict for name in names):
         return
-    cosines = ByDocument()
-    for ids in batches_of(model, sample, batch):
+    cosines, plain = ByDocument(), sorted(set(range(1, layers)) - {recipe.layer for recipe in model.recipes()})
+    for ids in batches_of(model, sample, batch) if plain else ():
         _, cache = model.run_with_cache(ids, names_filter=names)
         q, k, v = ([cache[f"blocks.{n}.attn.hook_{x}"] for n in range(layers)] for x in ("rot_q", "rot_k", "v"))
-        for n in range(1, layers):
+        for n in plain:
             repeat = q[n].shape[2] // v[n].shape[2]
             wide = lambda x, repeat=repeat: x.repeat_interleave(repeat, dim=2)  # noqa: E731
             exact = joint_attention([Softmax(1.0, q[n], [k[n], k[n - 1]])], [v[n], v[n - 1]])
@@ -227,7 +229,7 @@ def replaced(
 
     `how`: `token_mean` (the mean of the position's token id), `mean` (the mean over all tokens) or `zero`. Tokens that the
     table has never seen keep their own vectors under all three. Raises `UnknownName` for another way or site,
-    `WorkbenchError` where no chosen layer has the site.
+    `WorkbenchError` where no chosen layer has the site; the run raises `BadData` for tokens of another shape.
     """
     refuse_unknown("replacement", how, REPLACEMENTS)
     hooks = _hooks(model, means.site, layers)
@@ -236,6 +238,9 @@ def replaced(
     seen = means.seen(tokens)[..., None, None]
 
     def swap(tensor: Tensor, hook: Any) -> Tensor:
+        if tensor.shape[:2] != tokens.shape:
+            given, here = tuple(tokens.shape), tuple(tensor.shape[:2])
+            raise BadData(f"the vectors that replace {means.site} are of {given} tokens, but the model runs on {here}")
         return torch.where(seen, means.replacement(int(hook.layer()), tokens, how).to(tensor), tensor)
 
     with model.hooks([(name, swap) for name in hooks.values()]):

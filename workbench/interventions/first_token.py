@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
+from workbench.kernels.joint_softmax import joint_attention
 from workbench.metrics.found_sinks import column_excess, sink_positions
+from workbench.models.decomposition import crossed_points, gate_of
 from workbench.statistics.sink_thresholds import sink_kind
 
 SITES = ("v", "own_v", "stream")
@@ -118,6 +120,17 @@ def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     return weights.sum(-1), torch.einsum("bhqk,bkhd->bqhd", weights, values)
 
 
+def _from_first(attn: Any, given: dict[str, Tensor], cache: Any) -> Tensor:
+    """Return what position 0 adds to the head outputs [batch, pos, head, d_head], before gates."""
+    if not (crossed := crossed_points(attn)):
+        first = given["v"][:, 0].repeat_interleave(given["z"].shape[2] // given["v"].shape[2], dim=1)
+        return torch.einsum("bhq,bhd->bqhd", given["sink"], first)
+    softmaxes = attn.recipe().softmaxes({name: cache[name] for name in attn.recipe().needs})
+    values = [cache[name] for name in (str(attn.hook_v.name), *crossed)]
+    alone = [torch.cat((v[:, :1], torch.zeros_like(v[:, 1:])), 1) for v in values]
+    return joint_attention(softmaxes, alone).double()
+
+
 SINK_VARIANTS: dict[str | None, str] = {
     "mass": "share", None: "ratio", "spread": "share", "no_op": "share of documents", "broadcast": "share of documents",
 }  # fmt: skip
@@ -126,7 +139,7 @@ SINK_VARIANTS: dict[str | None, str] = {
 
 @intervention(
     unit="ratio", range=">= 0", reading="near 0: the sink writes nothing; large: it writes to every position",
-    source="attention to position 0 times its value through W_O, over the head's whole output",
+    source="attention to position 0 times its value through W_O, over the head's whole output", version=2,
 )  # fmt: skip
 @torch.no_grad()
 def sink_output(
@@ -134,6 +147,7 @@ def sink_output(
 ) -> Iterator[dict[str, Any]]:
     """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
+    Gates of the head output apply to both. Where layers' keys are attended to together, position 0 is that of each of them.
     `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
     queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
     `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;
@@ -153,20 +167,20 @@ def sink_output(
     results = ByDocument()
     for ids in batches_of(model, sample, batch):
         names = [f"blocks.{n}.attn.hook_{x}" for n in layers for x in points]
-        _, cache = model.run_with_cache(ids, names_filter=names)
+        for n in layers:
+            attn = model.blocks[n].attn
+            names += [f"blocks.{n}.ln1.hook_normalized"] if attn.gates else []
+            names += [*crossed, *attn.recipe().needs] if (crossed := crossed_points(attn)) else []
+        _, cache = model.run_with_cache(ids, names_filter=list(dict.fromkeys(names)))
         for n in layers:
             given = {x: cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points}
-            v, z = given["v"], given["z"]
-            w_o = model.blocks[n].attn.W_O.double()
-            if is_first:
-                sink, first = given["sink"], v[:, 0].repeat_interleave(z.shape[2] // v.shape[2], dim=1)
-                written = torch.einsum("bhd,hdm->bhm", first, w_o).norm(dim=-1)[..., None] * sink
-            elif (rebuilt := _from_found(given)) is not None:
-                sink, written = rebuilt[0], torch.einsum("bphd,hdm->bhpm", rebuilt[1], w_o).norm(dim=-1)
-            else:
+            attn, z = model.blocks[n].attn, given["z"]
+            found = (given["sink"], _from_first(attn, given, cache)) if is_first else _from_found(given)
+            if found is None:
                 continue
-            out = torch.einsum("bphd,hdm->bhpm", z, w_o)
-            ratio = (written[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
+            sink, part = found[0], gate_of(model, lambda name: cache[name].double(), n)(found[1])  # noqa: B023
+            written, out = (torch.einsum("bphd,hdm->bhpm", x, attn.W_O.double()) for x in (part, z))
+            ratio = (written.norm(dim=-1)[..., 1:] / out.norm(dim=-1)[..., 1:].clamp_min(1e-300)).mean(-1)
             later = out[:, :, 1:]
             spread = later.var(2, unbiased=False).sum(-1) / later.square().sum(-1).mean(-1).clamp_min(1e-300)
             mass = sink[..., 1:].mean(-1)

@@ -13,6 +13,7 @@ Source: Elhage et al. (2021), A Mathematical Framework for Transformer Circuits.
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -153,7 +154,7 @@ class TransformerAnatomy(Anatomy):
                 names += [f"blocks.{n}.attn.own.hook_v"] if attn.projections["v"].projects else []
                 mixes = [path for path in attn.coefficients if path in ("v", "output", "pattern")]
                 names += [f"blocks.{n}.attn.{attn.weight_points[path]}" for path in mixes]
-                names += [*(str(module.hook_v.name) for _, module, _ in attn.reads["v"]), *_points_crossed(attn)]
+                names += [*(str(module.hook_v.name) for _, module, _ in attn.reads["v"]), *crossed_points(attn)]
                 names += sorted(attn.recipe().needs) if isinstance(attn, JointAttention) else ()
                 names += [f"blocks.{n}.ln1.hook_normalized", f"blocks.{n}.attn.hook_v"] if attn.gates else []
         return list(dict.fromkeys(names))
@@ -203,7 +204,7 @@ class TransformerAnatomy(Anatomy):
         return logits, cache.cache_dict
 
 
-def _points_crossed(attn: Attention) -> list[str]:
+def crossed_points(attn: Attention) -> list[str]:
     """Return the hook points of other layers' values that a layer's softmaxes read."""
     modules = attn.attended.get("v", {}) if isinstance(attn, JointAttention) else {}
     return [str(module.hook_v.name) for module in modules.values()]
@@ -219,7 +220,7 @@ def value_paths(model: Transformer, read: Reader, layer: int) -> dict[str, Tenso
     attn: Attention = model.blocks[layer].attn
     points: dict[Source, str] = {j: str(module.hook_v.name) for j, module, _ in attn.reads["v"]}
     values: dict[Source, Tensor] = {j: read(name) for j, name in points.items()}
-    others = {name: read(name) for name in _points_crossed(attn)}
+    others = {name: read(name) for name in crossed_points(attn)}
     stem, wiring = f"blocks.{layer}.attn", attn.projections["v"]
     made: dict[Source, Tensor] = {OWN: read(f"{stem}.own.hook_v")} if wiring.projects else {}  # the parts of the values
     if wiring.mixer is not None:
@@ -257,21 +258,26 @@ def _through(
         softmaxes = recipe.softmaxes({name: read(name) for name in recipe.needs})
     names = attn.coefficients.get("output", ())
     weights = dict(zip(names, read(f"{stem}.attn.hook_output_mix").unbind(-1), strict=True)) if names else {}
-    x = effective = q
-    if attn.gates:  # computed from the run's activations
-        x = model.blocks[layer].ln1.gained(read(f"{stem}.ln1.hook_normalized"))
-        x, effective = x.to(model.embed.weight.dtype), read(f"{stem}.attn.hook_v")
+    gated = gate_of(model, read, layer)
 
     def through(v: Tensor, sources: Mapping[Source, Tensor], crossed: Sequence[Tensor]) -> Tensor:
         attends = any(bool(t.any()) for t in (v, *crossed))
         z = joint_attention(softmaxes, [v, *crossed]) if attends else torch.zeros_like(q)
         for shortcut in attn.outputs:
             z = shortcut.output(layer, z, v, sources, weights)
-        for shortcut in attn.gates:
-            z = shortcut.gate(layer, z, effective, x)
-        return z.to(read.wide)
+        return gated(z).to(read.wide)
 
     return through
+
+
+def gate_of(model: Transformer, read: Callable[[str], Tensor], layer: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that applies a layer's gates, those of the run, to head outputs [batch, pos, head, d_head]."""
+    gates, stem = model.blocks[layer].attn.gates, f"blocks.{layer}"
+    if not gates:
+        return lambda z: z
+    x = model.blocks[layer].ln1.gained(read(f"{stem}.ln1.hook_normalized")).to(model.embed.weight.dtype)
+    effective = read(f"{stem}.attn.hook_v")
+    return lambda z: functools.reduce(lambda y, shortcut: shortcut.gate(layer, y, effective, x), gates, z)
 
 
 @dataclass(frozen=True, kw_only=True)

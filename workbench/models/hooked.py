@@ -122,6 +122,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     caches = False  # whether `logits` takes a key-value cache
     start_token: int | None = None  # the id that begins every text
     reads_masks = False  # whether `logits` takes a mask of the tokens [batch, pos] as its third argument
+    mixes_positions = ""  # an edit that is set and mixes all positions of a prompt, as text
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -233,6 +234,8 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             return_type = "logits" if input_ids is None and labels is None else "output"
         ids = self.to_tokens(input_ids if tokens is None else tokens)
         mask = self._padding(ids, attention_mask)
+        if self.mixes_positions and (mask is not None or (past_kv_cache is not None and past_kv_cache.length)):
+            self.refuse_parts()
         if labels is not None or mask is not None:
             if loss_per_token or past_kv_cache is not None:
                 raise WorkbenchError("loss_per_token and past_kv_cache take neither labels nor padding")
@@ -273,6 +276,12 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
             next_token_loss(logits, ids, per_token=loss_per_token) if labels is None else labelled_loss(logits, labels)
         )
         return loss if return_type == "loss" else (logits, loss)
+
+    def refuse_parts(self) -> None:
+        """Raise `BadData`: the edit that is set would mix padding, or the new tokens of a cached run alone."""
+        raise BadData(
+            f"{self.mixes_positions} mixes all positions of a prompt: run complete prompts without padding, and without past_kv_cache"
+        )
 
     def _padding(self, ids: Tensor, attention_mask: Any) -> Tensor | None:
         """Return which ids are tokens [batch, pos], None if all are; raise `BadData` for padding that would change the logits."""
@@ -344,7 +353,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     @property
     def decodes_with_cache(self) -> bool:
         """True if generation uses a key-value cache by default."""
-        return self.caches
+        return self.caches and not self.mixes_positions
 
     def generate(
         self,

@@ -331,6 +331,15 @@ class Observed(HookedModel):
                 f"{name} gives no logits [batch, pos, d_vocab]: there is no loss. Pass observe() a call= that returns them, as "
                 "call=lambda m, ids: m.model(ids), or what a forward hook on its head keeps"
             )
+        if self.mixes_positions and self._masks is None:
+            self._masks = masks = SeenMasks(tokens)
+            try:
+                output = self.logits(tokens, cache, mask)
+                if not bool((masks.segments().ids == 1).all()):
+                    self.refuse_parts()
+                return output
+            finally:
+                self._masks = None
         call = self._call_all if self.all_positions else self._call
         if mask is not None:
             call = partial(call, attention_mask=mask)

@@ -184,7 +184,7 @@ def sink_attribution(
     ids = model.to_tokens(tokens)
     if ids.shape[1] < 2:
         raise BadData("one position: a sink needs later queries")
-    total: list[Any] = [0.0, 0.0, 0.0]
+    total: list[Any] = [0.0, 0.0, 0.0, 0.0]
     for some in ids.split(batch):
         parts = _score_parts(model, some, layer, by, None)
         T, scale = some.shape[1], parts.whole["q"].shape[-1] ** -0.5
@@ -208,14 +208,18 @@ def sink_attribution(
         scale /= len(ids) * len(queries)
         cells = torch.einsum("abqhd,cbqhd->hac", parts.parts["q"][:, :, queries], contrast[0])
         score = torch.einsum("bqhd,bqhd->h", parts.whole["q"][:, queries], contrast[1])
+        # of the scores, before they cancel in the mean
+        size = (parts.whole["q"][:, queries].norm(dim=-1) * contrast[1].norm(dim=-1)).sum((0, 1))
         place = score.new_zeros(len(score))
         if parts.slopes is not None:
             place = parts.slopes[:, 0] * -mean.mean() * len(some) / len(ids)
-        total = [x + y for x, y in zip(total, (scale * cells, scale * score + place, place), strict=True)]
+        new = scale * cells, scale * score + place, place, scale * size
+        total = [x + y for x, y in zip(total, new, strict=True)]
     seen = f"mean over {len(ids) * len(queries)} queries" + (", before the soft cap" if parts.cap is not None else "")
     subject = f"score of the first token minus the mean of the other keys, {seen}"
-    cells, scores, places = total
-    return [_checked(parts, layer, h, cells[h], scores[h], places[h], subject) for h in range(model.config.n_heads)]
+    cells, scores, places, sizes = total
+    heads = range(model.config.n_heads)
+    return [_checked(parts, layer, h, cells[h], scores[h], places[h], subject, size=float(sizes[h])) for h in heads]
 
 
 def _check_layer(model: HookedModel, layer: int, by: str) -> None:
@@ -235,14 +239,14 @@ def _score_parts(
 
 def _checked(
     parts: ScoreParts, layer: int, head: int, cells: Tensor, score: Tensor, position: Tensor, subject: str,
-    capped: float | None = None,
+    capped: float | None = None, size: float = 0.0,
 ) -> ScoreAttribution:  # fmt: skip
     """Return a head's cells [part of the query, part of the key]; raises `WorkbenchError` if they miss the score."""
     result = ScoreAttribution(
         layer=layer, head=head, subject=f"Head {layer}.{head}, {subject}", position=float(position), score=float(score),
         matrix=pd.DataFrame(cells.cpu().numpy(), parts.labels["q"], parts.labels["k"]), notes=parts.notes, capped=capped,
     )  # fmt: skip
-    if not result.error <= EXACT[parts.dtype] * max(float(cells.abs().sum()), abs(result.score)):
+    if not result.error <= EXACT[parts.dtype] * max(float(cells.abs().sum()), abs(result.score), size):
         raise WorkbenchError(
             f"{result.subject}: the parts sum to {float(cells.sum() + position):.6g}, the model computed {result.score:.6g}: a hook "
             "changed its queries or keys; run the model without it"

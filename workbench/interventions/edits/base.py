@@ -183,6 +183,11 @@ class Edit:
         """Its inputs: `prompt` (it then fits runs on this prompt alone), `other` (a second prompt), `means` (per token of its target)."""
         return set()
 
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether what it puts at a position is made of all positions of the run."""
+        return getattr(self, "how", "") in ("mean", "shuffle")
+
     def points(self, model: HookedModel, layer: int) -> list[str]:
         """Hook points it changes at a layer."""
         return site_points(model, self.target, layer)

@@ -11,7 +11,8 @@ Numbers are lists: `3`, `2..5`, `0/2/7..9`, negative positions from the end; non
 To add a kind write its class (`base.Edit`) and name it in `KINDS`.
 
 Order: edits of one tensor apply in the listed order; edits of different tensors in the order of the forward pass. A later
-edit of one coefficient wins. Activations from other layers, positions or prompts come from the unedited model. Edits cost no
+edit of one coefficient wins. A mean or a shuffle over positions is refused with padding, and for tokens that continue a cache;
+`generate` then runs without one. Activations from other layers, positions or prompts come from the unedited model. Edits cost no
 T x T array, except sinks of observed models, and `sink:how=keep` where a shortcut defines the attention. A cache without a filter
 rebuilds patterns from queries and keys, so to see the pattern under an edited sink, name it (`names_filter`, or a hook).
 
@@ -391,6 +392,9 @@ def applied(model: HookedModel, edits: Sequence[Edit], inputs: Inputs) -> Iterat
         for edit, layers in targets:
             edit.check(model, inputs)
             edit.prepare(model, layers, inputs)
+        before = model.mixes_positions
+        stack.callback(lambda: setattr(model, "mixes_positions", before))
+        model.mixes_positions = next((str(edit) for edit in edits if edit.mixes_positions), before)
         # the embedding's hook does nothing: with it a compiled model runs where hooks and other methods count
         hooks: list[Hook] = [("hook_embed", lambda x, hook: None)] if "hook_embed" in model.hook_dict else []
         # a renormalised sink wraps the others: what is written is left out inside, where it is seen what is forbidden

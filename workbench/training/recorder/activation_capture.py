@@ -215,6 +215,7 @@ class ActivationCapture:
         self.observed: Any = model if is_observed(model) else None
         self.root: Any = model.foreign if is_observed(model) else model
         self.segments: Segments | None = None  # of a forward pass with padding or packed rows
+        self.turned: Sequence[int] = ()  # (pos, batch) of a forward pass; empty where it equals (batch, pos)
         self.stopped = stopped
         self.calls: Any = None  # of an observed module, which fire its hook points while this captures
         self.gathers = [q for q in (GRADIENT_SINK, BY_POSITION) if q in quantities]  # of gradients summed over rows
@@ -272,8 +273,8 @@ class ActivationCapture:
 
     def _read_masks(self, _: int, module: Any, args: Any, kwargs: Any) -> None:
         """Read from the mask arguments of a forward pass which positions are padding."""
-        self.segments = None
-        ids = ids_among(args, kwargs)
+        self.segments, ids = None, ids_among(args, kwargs)
+        self.turned = () if ids is None or ids.shape[0] == ids.shape[1] else ids.shape[::-1]
         if ids is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         masks = SeenMasks(ids)
@@ -309,14 +310,34 @@ class ActivationCapture:
     @torch.no_grad()
     def _reduce(self, index: int, point: CapturePoint, metric: Metric, output: Tensor) -> None:
         known, tensor = ACTIVATIONS.get(point.alias), point.part(output)
+        self._refuse_turned(point, tensor)
         length = tensor.shape[known.axes.split().index("pos") if known else 1]
         self.lengths.add(length)
         if length < metric.min_length:
             self.short[metric.name] = f"needs sequences of {metric.min_length} tokens; these have {length}"
             return
-        value = _averaged(metric, tensor) if self.segments is None else self._by_document(metric, point.alias, tensor)
+        options = self._more_inputs(point, metric)
+        value = (
+            _averaged(metric, tensor, **options)
+            if self.segments is None
+            else self._by_document(metric, point.alias, tensor)
+        )
         total, n = self.sums.get((index, metric.name), (0, 0))
         self.sums[index, metric.name] = total + value.sum(0), n + len(value)
+
+    def _more_inputs(self, point: CapturePoint, metric: Metric) -> dict[str, Any]:
+        """Return what a metric reads beside the activation; raise `WorkbenchError` for attention to no token, which no hook adds."""
+        layer, model = point.axes.get("layer"), self.observed or self.root
+        if "null" in metric.optional and ACTIVATIONS["null"].hook.format(layer=layer) in model.hook_dict:
+            raise WorkbenchError(
+                "it counts attention to no token (sink logits), which is recorded apart: use workbench.measure"
+            )
+        return {"window": model.attention_window(layer)} if "window" in metric.optional else {}
+
+    def _refuse_turned(self, point: CapturePoint, tensor: Tensor) -> None:
+        if not point.is_branch and not point.read_only and self.turned and tensor.shape[:2] == self.turned:
+            advice = "; give workbench.observe(model, ids) instead" if self.observed is None else ""
+            raise WorkbenchError(f"{point.alias} {list(tensor.shape)} holds positions before the batch{advice}")
 
     def _by_document(self, metric: Metric, alias: str, tensor: Tensor) -> Tensor:
         """Return values [batch, ...] of rows without padding; packed documents are weighted by length."""
@@ -350,6 +371,7 @@ class ActivationCapture:
     def _add_gradient(self, index: int, point: CapturePoint, gradient: Tensor) -> None:
         began = time.perf_counter()
         if point.alias == ATTENTION_INPUT:
+            self._refuse_turned(point, gradient)
             if self.padded:
                 raise WorkbenchError("batches hold padding, so positions of different rows are not the same")
             total = gradient[:, :GATHERED].sum(0, dtype=torch.float32)
@@ -395,7 +417,7 @@ class ActivationCapture:
         return self.gathers if point.alias == ATTENTION_INPUT else [GRADIENT_NORM]
 
 
-def _averaged(metric: Metric, tensor: Tensor) -> Tensor:
+def _averaged(metric: Metric, tensor: Tensor, **options: Any) -> Tensor:
     """Return values [batch, ...] of a metric, averaged over its position axis if it has one."""
-    value: Tensor = metric.function(tensor)
+    value: Tensor = metric.function(tensor, **options)
     return value.mean(1 + metric.axes.index("pos")) if "pos" in metric.axes else value

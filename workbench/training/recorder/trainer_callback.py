@@ -19,7 +19,7 @@ class RecorderCallback(TrainerCallback):
 
     The Trainer calls no callback between the backward pass and clipping. If it clips (`max_grad_norm` > 0), gradient norms
     are measured after clipping and have the variant `clipped`. The loss, the learning rate and the norm before clipping are
-    recorded at the Trainer's own logging steps.
+    recorded at the Trainer's own logging steps; its loss is the mean over the steps since the last of them.
     """
 
     def __init__(self, folder: str | Path | None = None, every: int = 100, **settings: Any) -> None:
