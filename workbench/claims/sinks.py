@@ -75,6 +75,8 @@ def head_kinds(evidence: Evidence, model: str, step: str = "last") -> pd.DataFra
         raise InsufficientEvidence(f"sink_output is not measured for {model_name(model)}.")
     rows, axes = rows.assign(variant=rows["variant"].fillna("ratio")), ["run", "seed", "layer", "head"]
     wide = rows.pivot_table(index=axes, columns="variant", values="value")
+    if "ratio" not in wide:
+        raise InsufficientEvidence(f"sink_output lacks its ratio for {model_name(model)}.")
     kinds = [sink_kind(*map(float, one)) for one in wide[["mass", "ratio", "spread"]].to_numpy()]
     return wide.reset_index()[axes].assign(kind=kinds)
 
