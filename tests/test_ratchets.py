@@ -17,31 +17,31 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_520  # lines of Python in workbench/ and app/
+TOTAL = 58_702  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_941,
-    "workbench": 1_238,
-    "workbench/checkpoints": 4_102,
-    "workbench/claims": 3_995,
+    "app": 3_971,
+    "workbench": 1_243,
+    "workbench/checkpoints": 4_179,
+    "workbench/claims": 4_001,
     "workbench/cli": 1_488,
     "workbench/data": 1_622,
-    "workbench/interventions": 2_436,
-    "workbench/jobs": 424,
+    "workbench/interventions": 2_463,
+    "workbench/jobs": 423,
     "workbench/kernels": 958,
     "workbench/measurement": 1_130,
     "workbench/metrics": 1_776,
-    "workbench/models": 6_146,
-    "workbench/observing": 8_472,
-    "workbench/plots": 3_316,
-    "workbench/prompts": 3_144,
-    "workbench/reports": 1_531,
-    "workbench/runs": 2_336,
+    "workbench/models": 6_169,
+    "workbench/observing": 8_476,
+    "workbench/plots": 3_332,
+    "workbench/prompts": 3_114,
+    "workbench/reports": 1_535,
+    "workbench/runs": 2_368,
     "workbench/sklearn": 629,
-    "workbench/statistics": 579,
-    "workbench/storage": 923,
+    "workbench/statistics": 580,
+    "workbench/storage": 888,
     "workbench/studies": 879,
-    "workbench/training": 1_752,
-    "workbench/views": 5_703,
+    "workbench/training": 1_776,
+    "workbench/views": 5_702,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`
