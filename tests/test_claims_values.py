@@ -299,7 +299,9 @@ def test_the_setting_that_has_the_control_is_told_first_and_not_the_larger():
     )
     large, more = racing({"resformer": [5, 6, 7], "transformer": [90, 91, 92]}, n_layers=4, tokens=9e8)
     found = judged("value_paths_speed_up_induction", large + small, (), told + more)
-    assert "the first of 2 that were tested. Verdicts by setting: 2 layers, 20.0 tokens per parameter: " in found.details
+    assert (
+        "the first of 2 that were tested. Verdicts by setting: 2 layers, 20.0 tokens per parameter: " in found.details
+    )
     assert "key residual +10" in found.sentence
 
 

@@ -62,7 +62,15 @@ def test_the_level_sets_what_is_decided(monkeypatch):
 def test_the_level_stands_in_every_sentence(ninety):
     made = runs("transformer", "resformer")
     judged = judge(evidence(made, (), losses(made, lambda _: 3.0)), chosen(claims=["lower_loss"]))
-    rows = pd.DataFrame({"run": [*"abc"] * 2, "seed": [0, 1, 2] * 2, "step": [0] * 3 + [1] * 3, "value": [1.0, 2, 3, 2, 3, 5], "se": math.nan})
+    rows = pd.DataFrame(
+        {
+            "run": [*"abc"] * 2,
+            "seed": [0, 1, 2] * 2,
+            "step": [0] * 3 + [1] * 3,
+            "value": [1.0, 2, 3, 2, 3, 5],
+            "se": math.nan,
+        }
+    )
     interval = over_seeds(VALUES)
     compared = main_result.Finding(main_result.LOSS, "g", "", {"g": 1.0}, "g", *[{"resformer": interval}] * 2, {}, {})
     table = pd.DataFrame({"comparison": ["a"], "value": [1.0], "low": [0.0], "high": [2.0], "unit": ["nats"]})

@@ -17,9 +17,9 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_702  # lines of Python in workbench/ and app/
+TOTAL = 58_704  # lines of Python in workbench/ and app/
 LINES = {
-    "app": 3_971,
+    "app": 3_973,
     "workbench": 1_243,
     "workbench/checkpoints": 4_179,
     "workbench/claims": 4_001,

@@ -92,7 +92,9 @@ def start_page(link: Link) -> None:
             DIAGRAM, width=440, alt="The values of the first layer are mixed into the values of every later layer"
         )
         of_demo = start.only_demo(cached_source())  # whose own runs say nothing of ResFormer
-        losses = (e.group for e in cached_source().shipped().entries if of_demo and e.name.startswith("losses140_tuned-"))
+        losses = (
+            e.group for e in cached_source().shipped().entries if of_demo and e.name.startswith("losses140_tuned-")
+        )
         result = {"set": next(losses, None)}
         for column, (title, text, page_name, changes) in zip(st.columns(3), CARDS, strict=True):
             with column.container(border=True):

@@ -1,4 +1,4 @@
-"""Rank of each token among all tokens by the cosine of a vector: token recovery without training."""
+"""Rank of each token by the cosine to a vector: token recovery without training."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _through(
 
 
 def gate_of(model: Transformer, read: Callable[[str], Tensor], layer: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies a layer's gates, those of the run, to head outputs [batch, pos, head, d_head]."""
+    """Return a function that applies a layer's gates to head outputs [batch, pos, head, d_head]."""
     gates, stem = model.blocks[layer].attn.gates, f"blocks.{layer}"
     if not gates:
         return lambda z: z

@@ -348,7 +348,7 @@ def _colour_axis(figure: go.Figure, index: int, rows: pd.DataFrame, baseline: fl
 
 
 def _seeds(rows: pd.DataFrame) -> str:
-    """Return the column that tells repetitions of a model apart: the seed, or the run where a seed is unknown."""
+    """Return the column that identifies repetitions of a model: the seed, or the run if a seed is unknown."""
     return "seed" if rows["seed"].notna().all() else "run"
 
 

@@ -76,7 +76,7 @@ def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
 def ablation(frame: pd.DataFrame) -> go.Figure:
     """Plot the change of the loss when values are replaced by their token mean or zero, by layer and in all deep layers.
 
-    Of a run that was measured at several steps, the last one is drawn.
+    A run that was measured at several steps is drawn at its last one.
     """
     of_values = frame["metric"].str.endswith("value_ablation")
     rows = checked(frame[of_values & frame["variant"].isin(["token_mean", "zero"])])

@@ -185,7 +185,7 @@ class Edit:
 
     @property
     def mixes_positions(self) -> bool:
-        """Whether what it puts at a position is made of all positions of the run."""
+        """Whether its result at a position depends on all positions of the run."""
         return getattr(self, "how", "") in ("mean", "shuffle")
 
     def points(self, model: HookedModel, layer: int) -> list[str]:

@@ -326,7 +326,7 @@ class ActivationCapture:
         self.sums[index, metric.name] = total + value.sum(0), n + len(value)
 
     def _more_inputs(self, point: CapturePoint, metric: Metric) -> dict[str, Any]:
-        """Return what a metric reads beside the activation; raise `WorkbenchError` for attention to no token, which no hook adds."""
+        """Return the second input of a metric; raises `WorkbenchError` if attention also goes to no token: no hook has that share."""
         layer, model = point.axes.get("layer"), self.observed or self.root
         if "null" in metric.optional and ACTIVATIONS["null"].hook.format(layer=layer) in model.hook_dict:
             raise WorkbenchError(
