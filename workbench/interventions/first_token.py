@@ -147,7 +147,7 @@ def sink_output(
 ) -> Iterator[dict[str, Any]]:
     """Contribution of position 0 to each head's output: ||A_i0 v_0 W_O|| / ||z_i W_O||, mean over queries i > 0.
 
-    Gates of the head output apply to both. If heads attend to the keys of several layers, position 0 of each layer counts.
+    Gates of the head output apply to both. Joint attention over several layers has one position 0 for each of them.
     `spread`: variance of the head's output over positions, as a share of its mean square; `mass`: mean attention of those
     queries to position 0. A broadcasting sink has a large ratio and little spread, a no-op a small ratio. `no_op` and
     `broadcast`: share of documents in which the head is a sink of that kind. Thresholds of this project: mass above 0.3;

@@ -185,7 +185,7 @@ class Edit:
 
     @property
     def mixes_positions(self) -> bool:
-        """Whether its result at a position depends on all positions of the run."""
+        """True if the result at one position depends on all positions."""
         return getattr(self, "how", "") in ("mean", "shuffle")
 
     def points(self, model: HookedModel, layer: int) -> list[str]:
