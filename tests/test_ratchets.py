@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 58_704  # lines of Python in workbench/ and app/
+TOTAL = 58_705  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_973,
     "workbench": 1_243,
     "workbench/checkpoints": 4_179,
-    "workbench/claims": 4_001,
+    "workbench/claims": 4_002,
     "workbench/cli": 1_488,
     "workbench/data": 1_622,
     "workbench/interventions": 2_463,

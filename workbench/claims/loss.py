@@ -134,7 +134,8 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     ends = (min(shared), max(shared))
     edges = tuple(model_name(name) for name in names if best[name] in ends)
     compared = reported if apart else runs[runs["lr"] == runs["model"].map(best)]
-    beside = runs[runs["model"].isin(names) & runs["model"].isin(also)]
+    beside = compared[compared["model"].isin(names) & compared["model"].isin(also)]
+    text.compared[-1:] = [r[r["run"].isin(compared["run"])].assign(rates=len(shared)) for r in text.compared[-1:]]
     text.compared.append(beside.assign(beside=True))
     return sweep.of_runs(compared), Tuning(len(shared), tuple(map(int, choosing)) if apart else (), edges)
 

@@ -133,13 +133,13 @@ Shipped = tuple[dict[str, Any], dict[str, pd.DataFrame]]
 
 
 def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
-    """Description and tables of a run: losses per document at both ends, training losses at every tenth step of long trainings."""
+    """Description and tables of a run: losses per document at both ends, of long trainings at most 800 training losses."""
     info, steps, frame = read_json(run.path / RUN_FILE), run.steps, one_sample(load_records([run.path]))
     frame = frame[frame["metric"].isin(metrics)]
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
     ends = samples[(samples["metric"] == "loss") & samples["step"].isin([steps[0], steps[-1]])]
     written = run.telemetry(f"metric in {WRITTEN}")
-    every = COARSE if run.train.steps > MANY else 1
+    every = COARSE * max(run.train.steps // 4_000, 1) if run.train.steps > MANY else 1
     fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
     tables = {
         "records": frame, "samples": ends[ends["provenance"].isin(set(frame["provenance"]))],
