@@ -58,7 +58,7 @@ PAGES = {  # least number of SVGs of figures, select box ("" for radio buttons),
     "training": (3, "", ("Learning rate and throughput", "Loss")),
     "depth": (3, "Measure", ("sink mass", "row entropy")),
     "attention": (0, "Layer", ("1", "0")),
-    "heads": (3, "Order", ("highest first", "lowest first")),
+    "heads": (3, "Sort", ("highest first", "lowest first")),
     "prompt": (6, "", ("Logit lens", "Next token")),
     "intervene": (6, "", ("Sweep", "Edits")),
 }
