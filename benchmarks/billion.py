@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/billion.py [--only NAME ...]
 
 A Llama of Hugging Face with TinyLlama's sizes, random weights in bfloat16, documents of 512 tokens that come as often as words do
-(Zipf), one thread. Peaks are those of fresh processes with their libraries, over that of one that runs the module as it is. Times are
+(Zipf), one thread. A peak is of a fresh process with its libraries, divided by the peak of a process that runs the bare module. Times are
 CPU seconds of one process in which the bare passes and the others take turns: all statistics of every layer in one run, the measures of
 an X-ray but its ablation, and these at every site they know.
 Exits with 1 where a limit is broken.

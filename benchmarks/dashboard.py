@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/dashboard.py [--quick] [--slack 1.3]
 
 The runs: 20 architectures x 50 seeds, 50 checkpoints each, with as much telemetry and as many records as the demo's text runs
-have; weights and tables are hard links, so they take seconds to make. A click is measured from the pointer going down to the
-last change of the page; what was measured before is read from the runs and from the server's caches, nothing is computed.
+have; weights and tables are hard links, so they take seconds to make. A click lasts from the pointer going down to the
+last change of the page. Records are read from the runs and from the server's caches, and nothing is measured.
 A page with a heading alone shows the toolkit's own cost. The limits belong to a machine that paints it within `FLOOR`; on a slower
 machine they grow in proportion. Bytes are what the server sends for a view: websocket frames and HTTP,
 without the front end's own files. The two models have the demo's shape and read a text of 512 tokens that the server has not seen.

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/seventy.py
 
-Weights: the module itself on the meta device, split as FSDP2 does (each block a unit) and as transformers' `tp_plan` says. What passes
-and what is kept: decoders of one and two such blocks with a small vocabulary run here in bfloat16, bare, while they are observed and
-with all statistics or all values, their storages counted as `workbench estimate` counts them; what the second block adds is
-what each further one would. Wants 6 GiB. Nothing here runs on eight devices.
+Weights: the module itself on the meta device, split as FSDP2 does (each block a unit) and as transformers' `tp_plan` says. Activations:
+decoders of one and two such blocks with a small vocabulary run here in bfloat16. They run bare, observed, and with all statistics or
+all values. Their storages are counted as `workbench estimate` counts them, and each further block is taken to add what the second adds.
+Wants 6 GiB. Nothing here runs on eight devices.
 """
 
 from __future__ import annotations
