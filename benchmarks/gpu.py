@@ -48,7 +48,7 @@ from workbench.runs.run import Run
 from workbench.studies.study_file import find_study
 
 ROOT = Path(__file__).parent.parent
-CUDA_TESTS = ("tests/test_kernels.py", "tests/test_generation.py", "tests/test_training_processes.py")
+CUDA_TESTS = ("devices", "kernels", "null_kernels", "generation", "training_processes")
 ROUNDS, FLUSH_S, STOPPING_S = 9, 60, 60
 STUDIES = ("gpu_rates", "gpu", "sizes", "gpu_relatives", "mini")
 REHEARSAL = """
@@ -80,7 +80,9 @@ def tests(out: Path) -> str:
     """The tests that need a device, and how they ended in a line."""
     if importlib.util.find_spec("pytest") is None:
         return "pytest is not installed: not run"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *CUDA_TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+    command += ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    command += [f"tests/test_{name}.py" for name in CUDA_TESTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     write_text(out / "tests.txt", done.stdout + done.stderr)
     lines = (done.stdout or done.stderr).strip().splitlines()

@@ -30,7 +30,7 @@ from workbench.errors import WorkbenchError
 from workbench.views import Link, Source
 from workbench.views.registry import View, views_of
 
-FRACTION = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e-\d+)")  # also 5e-10
+FRACTION = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]\d+)")  # also 5e-10
 GOLDEN = Path(__file__).parent / "golden"
 ANEW = "where this was meant: `python tests/figure_outputs.py`, and look at what git shows"
 FIGURES, PAGES = GOLDEN / "figures.json", GOLDEN / "pages.json"

@@ -34,7 +34,7 @@ def eagerly(form):
 
     def attend(q, k, v, layer=0):
         t, scale = q.shape[2], q.shape[-1] ** -0.5
-        future = torch.ones(t, t, dtype=torch.bool).triu(1)
+        future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
         if form == "einsum":
             scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
             return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(future, float("-inf")).softmax(-1), v)
@@ -43,7 +43,7 @@ def eagerly(form):
             pattern = scores.masked_fill(future, float("-inf")).softmax(-1)
             return torch.einsum("...jd,...ij->...id", v, pattern)
         if form == "baddbmm":
-            bias = torch.zeros(t, t).masked_fill(future, float("-inf"))
+            bias = torch.zeros(t, t, device=q.device).masked_fill(future, float("-inf"))
             flat = [x.reshape(-1, t, x.shape[-1]) for x in (q, k, v)]
             scores = torch.baddbmm(bias.expand(len(flat[0]), t, t), flat[0], flat[1].mT, alpha=scale)
             return torch.bmm(F.softmax(scores, -1), flat[2]).view_as(q)
@@ -120,7 +120,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(D, VOCABULARY, bias=False)
 
     def forward(self, idx, targets=None):
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.shape[1])))
+        x = self.transformer.drop(
+            self.transformer.wte(idx) + self.transformer.wpe(torch.arange(idx.shape[1], device=idx.device))
+        )
         memory = {}
         for block in self.transformer.h:
             x = block(x, memory)
@@ -144,13 +146,13 @@ class GroupedAttention(nn.Module):
         b, t, _ = x.shape
         d, group = D // HEADS, HEADS // self.kv
         q, k, v = split(self.wq(x)), split(self.wk(x), self.kv), split(self.wv(x), self.kv)
-        angle = torch.arange(t)[:, None] / 100 ** (torch.arange(0, d, 2) / d)
+        angle = (torch.arange(t)[:, None] / 100 ** (torch.arange(0, d, 2) / d)).to(x.device)
         cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
         q, k = (y * cos + torch.cat((-y[..., d // 2 :], y[..., : d // 2]), -1) * sin for y in (q, k))
         if self.mode == "einsum":
             q = q.reshape(b, self.kv, group, t, d)
             scores = torch.einsum("bkgid,bkjd->bkgij", q, k) / math.sqrt(d)
-            scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1), float("-inf"))
             y = torch.einsum("bkgij,bkjd->bkgid", torch.softmax(scores, -1), v).reshape(b, HEADS, t, d)
         elif self.mode == "gqa":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=self.scale)
@@ -192,7 +194,7 @@ class HeadwiseMixed(FusedAttention):
         q, k, v = (split(y) for y in self.c_attn(x).split(D, dim=2))
         first = memory.setdefault("v", v)
         if self.layer:
-            share = torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None, None]
+            share = torch.tensor([0.1, 0.2, 0.3, 0.4], device=x.device)[:, None, None]
             v = share * first + (1 - share) * v
         return self.c_proj(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
 
@@ -230,7 +232,9 @@ class OneHead(nn.Module):
         t = x.shape[1]
         k, q = self.key(x), self.query(x)
         weights = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-        weights = F.softmax(weights.masked_fill(torch.tril(torch.ones(t, t)) == 0, float("-inf")), dim=-1)
+        weights = F.softmax(
+            weights.masked_fill(torch.tril(torch.ones(t, t, device=x.device)) == 0, float("-inf")), dim=-1
+        )
         return weights @ self.value(x)
 
 
@@ -353,7 +357,7 @@ class Paper(nn.Module):
 
     def forward(self, input_ids):
         x, values = self.embed(input_ids), []
-        mask = torch.full((x.shape[1],) * 2, torch.finfo(x.dtype).min).triu(1)[None, None]
+        mask = torch.full((x.shape[1],) * 2, torch.finfo(x.dtype).min, device=x.device).triu(1)[None, None]
         for layer in self.layers:
             outputs, values = layer(x, attention_mask=mask, layer_values=values)
             x = outputs[0]

@@ -26,10 +26,10 @@ LAYOUT = (
     " PRIMARY KEY (kind, metric, run))"
 )
 UNUSED_BATCHES = (
-    "kind = ?1 AND metric > '' AND run NOT IN (SELECT json_extract(CAST(value AS TEXT), '$[0]') FROM part"
-    " WHERE kind = ?1 AND metric = '' AND json_valid(CAST(value AS TEXT)))"
+    "kind = :kind AND metric > '' AND run NOT IN (SELECT json_extract(CAST(value AS TEXT), '$[0]') FROM part"
+    " WHERE kind = :kind AND metric = '' AND json_valid(CAST(value AS TEXT)))"
 )
-REMOVED_RUNS = "kind <> ?1 AND metric = '' AND run NOT IN (SELECT run FROM part WHERE kind = ?1)"
+REMOVED_RUNS = "kind <> :kind AND metric = '' AND run NOT IN (SELECT run FROM part WHERE kind = :kind)"
 MAX_VALUE = 1 << 29  # bytes
 PATIENCE = 5.0  # seconds to wait for another process that writes
 
@@ -99,10 +99,10 @@ class Index:
                 database.execute("DELETE FROM part WHERE kind = ?", (kind,))
             else:
                 database.executemany("DELETE FROM part WHERE kind = ? AND run = ?", ((kind, run) for run in runs))
-            database.execute(f"DELETE FROM part WHERE {UNUSED_BATCHES}", (kind,))
+            database.execute(f"DELETE FROM part WHERE {UNUSED_BATCHES}", {"kind": kind})
             database.executemany("INSERT INTO part VALUES (?, ?, ?, ?, ?, ?)", values)
             if runs is None:
-                database.execute(f"DELETE FROM part WHERE {REMOVED_RUNS}", (kind,))
+                database.execute(f"DELETE FROM part WHERE {REMOVED_RUNS}", {"kind": kind})
 
     @contextlib.contextmanager
     def _opened(self, mode: str) -> Iterator[sqlite3.Connection]:
