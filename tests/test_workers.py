@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from workbench.jobs import worker_processes
-from workbench.jobs.running import Job, results, run_jobs
+from workbench.jobs.running import Job, StatusFile, results, run_jobs
 from workbench.jobs.worker_processes import one_thread
 from workbench.runs.run import CORPORA, shared_text
 
@@ -98,6 +98,21 @@ def test_any_executor_takes_the_jobs_and_their_results_come_in_the_jobs_order():
             results([Job("1 / 0", lambda: 1 // 0), jobs[0]], executor, None)
         assert executor.submit(abs, -1).result() == 1, "it is the caller's to end"
     assert [told[:2] for told in heard] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_time_left_counts_what_ends_here_and_nothing_that_had_ended_before(tmp_path, monkeypatch):
+    """Of five equal jobs two had ended: after one of the others in 60 seconds, two are left; after a failure, one."""
+    clock, told = iter([0.0, 0.0, 60.0, 90.0, 120.0, 120.0]), []
+    monkeypatch.setattr("workbench.jobs.running.time.time", lambda: next(clock))
+    jobs = [Job(name, print, (), 1.0) for name in "abcde"]
+    status = StatusFile(
+        tmp_path / "status.json", jobs, lambda now: told.append((len(now["ready"]), now["left_s"])), before="ab"
+    )
+    status.done("c", None)
+    status.done("a", ValueError("its measures"))
+    status.done("d", None)
+    status.done("e", None)
+    assert told == [(2, None), (3, 120.0), (2, 180.0), (3, 60.0), (4, 0.0)]
 
 
 @pytest.mark.parametrize("before", ["7", None])

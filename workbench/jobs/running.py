@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -104,11 +104,17 @@ def _run(pool: Executor, call: Callable[[Job], Any], jobs: Sequence[Job], done: 
 
 
 class StatusFile:
-    """Progress of jobs in a JSON file for other processes, also sent to `progress` after each change."""
+    """Progress of jobs in a JSON file for other processes, also sent to `progress` after each change.
 
-    def __init__(self, path: Path, jobs: Sequence[Job], progress: Callable[[dict[str, Any]], None] | None) -> None:
-        self.path, self.cost, self.progress = path, {job.name: job.cost for job in jobs}, progress
-        self.begin, self.ready, self.failures = time.time(), set[str](), dict[str, str]()
+    The time left is estimated from the jobs that end here; those that ended `before` take none.
+    """
+
+    def __init__(
+        self, path: Path, jobs: Sequence[Job], progress: Callable[[dict[str, Any]], None] | None, before: Iterable[str] = ()
+    ) -> None:  # fmt: skip
+        self.ready, self.failures, self.begin = set(before), dict[str, str](), time.time()
+        self.cost = {job.name: 0.0 if job.name in self.ready else job.cost for job in jobs}
+        self.path, self.progress = path, progress
         self._write(False)
 
     def done(self, name: str, error: BaseException | None) -> None:
@@ -116,6 +122,7 @@ class StatusFile:
         if error is None:
             self.ready.add(name)
         else:
+            self.ready.discard(name)
             self.failures[name] = f"{type(error).__name__}: {error}"
         self._write(False)
 
@@ -125,8 +132,9 @@ class StatusFile:
 
     def _write(self, finished: bool) -> None:
         elapsed = time.time() - self.begin
-        done, total = sum(self.cost[name] for name in self.ready), sum(self.cost.values())
-        left = elapsed / done * (total - done) if done else None
+        done = sum(self.cost[name] for name in self.ready)
+        todo = sum(cost for name, cost in self.cost.items() if name not in self.ready | self.failures.keys())
+        left = elapsed / done * todo if done else None if todo else 0.0
         status = {
             "finished": finished, "elapsed_s": round(elapsed, 1), "left_s": None if left is None else round(left, 1),
             "models": list(self.cost), "ready": sorted(self.ready), "failed": self.failures,

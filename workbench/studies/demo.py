@@ -173,11 +173,9 @@ def run_demo(
     """
     runs.mkdir(parents=True, exist_ok=True)
     planned = jobs(runs, seeds=seeds, quick=quick, full=full, text=text, device=device)
-    status = StatusFile(runs / STATUS, planned, progress)
-    if left := [job for job in planned if not finished(job)]:
-        for job in planned:
-            if job not in left:
-                status.done(job.name, None)
+    left = [job for job in planned if not finished(job)]
+    status = StatusFile(runs / STATUS, planned, progress, before=[job.name for job in planned if job not in left])
+    if left:
         run_jobs(left, workers, lambda job, error: status.done(job.name, error), folders=[runs])
     status.finish()
     if status.failures:

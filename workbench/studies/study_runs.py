@@ -169,7 +169,10 @@ def run_study(
             model, recipe = sizes(run)
             cost = float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
         jobs.append(Job(run.name, work, (run,), cost))
-    status = StatusFile(runs / f".study-{study.name}.json", jobs, progress)
+    before = [
+        run.name for run in planned if (runs / run.name / RUN_FILE).exists() and Run.open(runs / run.name).finished
+    ]
+    status = StatusFile(runs / f".study-{study.name}.json", jobs, progress, before)
     for run, job in zip(planned, jobs, strict=True):
         if (key := repr(run.cell.settings["data"])) not in prepared:
             try:
