@@ -43,8 +43,8 @@ from workbench.claims.collect_evidence import stored, usable
 from workbench.cli.dashboard_process import NOTE, running_note
 from workbench.data import tokenizer_limits
 from workbench.data.corpus import from_files, load_corpus, save_corpus
-from workbench.data.data_sources import read_tokens
 from workbench.data.example_prompts import examples
+from workbench.data.token_shards import read_tokens
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint
 from workbench.file_io import write_json

@@ -8,7 +8,7 @@ from observed import see
 from strangers import GPT, large
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.fused_calls import APPLIED, COMPLETE, IGNORED, flex_call
+from workbench.observing.interception.sdpa_and_flex_attention import APPLIED, COMPLETE, IGNORED, flex_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 LENGTH, BLOCK = 40, 16  # the last block is not full

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from workbench.hook_names import STATISTICS
 from workbench.kernels.reference import statistics_of
-from workbench.observing.interception.fused_calls import interface_call, sdpa_call
 from workbench.observing.interception.masks import (
     CAUSAL,
     FUTURE,
@@ -20,9 +19,10 @@ from workbench.observing.interception.masks import (
     masked_statistics,
     pattern_statistics,
 )
-from workbench.observing.interception.nested_tensors import head_repeats, ids_among, replaced_at, tensors_in
 from workbench.observing.interception.position_axes import Axes, Positions
 from workbench.observing.interception.product_calls import attention_axes, product_call
+from workbench.observing.interception.sdpa_and_flex_attention import interface_call, sdpa_call
+from workbench.observing.interception.tensor_paths import head_repeats, ids_among, replaced_at, tensors_in
 
 B, T, H, D = 2, 3, 5, 4
 PLAIN = Positions(B, T)

@@ -18,8 +18,9 @@ from workbench.claims.collect_evidence import has_start_tokens
 from workbench.config import PRESETS, ModelConfig
 from workbench.data import data_sources
 from workbench.data.corpus import dataset_rows, from_files, joined, read_documents
-from workbench.data.data_sources import open_data, open_tokens, prepare, read_tokens
+from workbench.data.data_sources import open_data, open_tokens, prepare
 from workbench.data.example_prompts import examples
+from workbench.data.token_shards import read_tokens
 from workbench.errors import BadCheckpoint, BadData
 from workbench.measurement.models_and_data import Subject, sample_of
 from workbench.models.hooked import next_token_loss

@@ -29,7 +29,7 @@ from workbench.environment import FOLDER, variable
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError, suggest, warn_caller
 from workbench.file_io import replacing, write_json
 from workbench.observing.interception.function_mode import unwrapped
-from workbench.observing.interception.nested_tensors import tensors_in
+from workbench.observing.interception.tensor_paths import tensors_in
 from workbench.observing.observation import observe
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.decoder_structure import UNLIMITED

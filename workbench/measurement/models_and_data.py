@@ -18,7 +18,8 @@ from workbench import distributed
 from workbench.checkpoints.saving import weights_hash
 from workbench.config import ModelConfig
 from workbench.data.corpus import Corpus, is_named, read_documents
-from workbench.data.data_sources import Sample, TextData, TokenData, read_tokens
+from workbench.data.data_sources import Sample, TextData, TokenData
+from workbench.data.token_shards import read_tokens
 from workbench.errors import BadData, OnlyHere, WorkbenchError
 from workbench.file_io import local
 from workbench.models.hooked import HookedModel, id_table, refuse_ids

@@ -35,9 +35,9 @@ from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
 from workbench.observing.interception.function_mode import Failed, PreservedState, guarded, remove_module_hooks
 from workbench.observing.interception.masks import CAUSAL, PACKED, PADDING, WINDOW
-from workbench.observing.interception.nested_tensors import get_at, ids_among
 from workbench.observing.interception.position_axes import Positions
 from workbench.observing.interception.sharded_weights import is_sharded, offloaded, samples
+from workbench.observing.interception.tensor_paths import get_at, ids_among
 from workbench.observing.listening.hook_points import BlockPoints, DecoderPoints, HeadPoints
 from workbench.observing.listening.module_hooks import CallsListenedTo, HookedRun
 from workbench.observing.recognition.architecture import recognize_architecture

@@ -24,9 +24,9 @@ from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import slice_positions
 from workbench.models.layers import NormedLinear, RMSNorm, Unnormed, rotate
 from workbench.observing.interception.masks import CAUSAL, visible_keys
-from workbench.observing.interception.nested_tensors import get_at
 from workbench.observing.interception.position_axes import Layout, Positions
 from workbench.observing.interception.sharded_weights import apply_module, full_weight, matrix_and_bias
+from workbench.observing.interception.tensor_paths import get_at
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.decoder_structure import LayerStructure, Projection
 from workbench.observing.recognition.least_squares import EXACT, FrozenNorm, fit_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.fused_calls import FlexForm, FusedCall
+from workbench.observing.interception.sdpa_and_flex_attention import FlexForm, FusedCall
 
 OPERATORS = (
     "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward", "flash_attn_3._flash_attn_forward",

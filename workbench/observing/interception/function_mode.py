@@ -25,7 +25,6 @@ from torch.utils import checkpoint
 from workbench.kernels.pytorch_switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.models.hook_points import submodules
 from workbench.observing.interception.flash_calls import flash_call, is_flash
-from workbench.observing.interception.fused_calls import FusedCall, flex_call, interface_call, sdpa_call
 from workbench.observing.interception.matrix_calls import (
     Lookup,
     MatrixCall,
@@ -34,6 +33,7 @@ from workbench.observing.interception.matrix_calls import (
     matrix_call,
 )
 from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
+from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, flex_call, interface_call, sdpa_call
 
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
 MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")

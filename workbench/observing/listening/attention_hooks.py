@@ -16,7 +16,6 @@ from workbench.errors import WorkbenchError
 from workbench.kernels.attention import AttentionStatistics
 from workbench.models.patterns_and_gradients import probabilities
 from workbench.observing.interception.function_mode import CallHandler
-from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import (
     CAUSAL,
     CROSSING,
@@ -31,9 +30,10 @@ from workbench.observing.interception.masks import (
     window_mask,
 )
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.nested_tensors import get_at, replaced_at
 from workbench.observing.interception.position_axes import ALL_KEYS, Beside
 from workbench.observing.interception.product_calls import ProductCall, arrange, restore
+from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, letters_of
+from workbench.observing.interception.tensor_paths import get_at, replaced_at
 from workbench.observing.listening.run_state import HookedAttention, RunState
 from workbench.observing.recognition.attention_calls import (
     BY_HAND,

@@ -23,8 +23,8 @@ from workbench.observing.interception.function_mode import (
     guarded,
     remove_module_hooks,
 )
-from workbench.observing.interception.nested_tensors import TensorPath, get_at, replaced_at
 from workbench.observing.interception.position_axes import Axes
+from workbench.observing.interception.tensor_paths import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention_hooks import AttentionRun
 from workbench.observing.listening.gradient_checkpoints import follow_checkpoints
 from workbench.observing.listening.run_state import CountedCalls, HookedAttention

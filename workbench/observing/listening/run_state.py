@@ -19,8 +19,8 @@ from workbench.models.hook_points import HookPoint, frozen_copy, has_hooks, may_
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within, running_frames
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
 from workbench.observing.interception.function_mode import Failed, InterceptionMode
-from workbench.observing.interception.fused_calls import APPLIED, COMPLETE
 from workbench.observing.interception.position_axes import Positions
+from workbench.observing.interception.sdpa_and_flex_attention import APPLIED, COMPLETE
 from workbench.observing.listening.gradient_checkpoints import follow_checkpoints
 from workbench.observing.listening.hook_points import OWN, DecoderPoints
 from workbench.observing.recognition.decoder_structure import DecoderStructure, Part, Projection, TensorLocation

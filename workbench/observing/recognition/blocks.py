@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from workbench.errors import WorkbenchError
-from workbench.observing.interception.nested_tensors import TensorPath
+from workbench.observing.interception.tensor_paths import TensorPath
 from workbench.observing.recognition.attention_calls import TracedAttention
 from workbench.observing.recognition.module_runs import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.traced_run import Trace

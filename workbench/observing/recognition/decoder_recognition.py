@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.config import ObservedConfig
-from workbench.observing.interception.nested_tensors import get_at, tensors_of_output
+from workbench.observing.interception.tensor_paths import get_at, tensors_of_output
 from workbench.observing.recognition.blocks import INLINE, find_blocks, first_reader, streams_of_block
 from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure, LayerStructure
 from workbench.observing.recognition.layers import mlp_width, recognize_layers

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from workbench.observing.interception.nested_tensors import TensorPath
 from workbench.observing.interception.sharded_weights import full_weight
+from workbench.observing.interception.tensor_paths import TensorPath
 from workbench.observing.recognition.decoder_structure import UNLIMITED, LayerStructure, LinearEnding, TensorLocation
 from workbench.observing.recognition.least_squares import EXACT, fit_norm, stream_sum
 from workbench.observing.recognition.module_runs import LOOKUP, Execution, rows_at, run_index

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workbench.observing.interception.nested_tensors import TensorPath, get_at
 from workbench.observing.interception.position_axes import Positions
+from workbench.observing.interception.tensor_paths import TensorPath, get_at
 from workbench.observing.recognition.decoder_structure import TensorLocation
 from workbench.observing.recognition.least_squares import EXACT
 from workbench.observing.recognition.module_runs import Execution, TracedTensor

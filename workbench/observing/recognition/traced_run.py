@@ -26,16 +26,8 @@ from workbench.observing.interception.function_mode import (
     guarded,
     remove_module_hooks,
 )
-from workbench.observing.interception.fused_calls import FusedCall, letters_of
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible_keys
 from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
-from workbench.observing.interception.nested_tensors import (
-    TensorPath,
-    get_at,
-    head_repeats,
-    tensors_in,
-    tensors_of_output,
-)
 from workbench.observing.interception.position_axes import (
     BATCH_FIRST,
     UNKNOWN_ORDER,
@@ -46,7 +38,15 @@ from workbench.observing.interception.position_axes import (
     Positions,
 )
 from workbench.observing.interception.product_calls import ProductCall
+from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, letters_of
 from workbench.observing.interception.sharded_weights import is_sharded
+from workbench.observing.interception.tensor_paths import (
+    TensorPath,
+    get_at,
+    head_repeats,
+    tensors_in,
+    tensors_of_output,
+)
 from workbench.observing.recognition.attention_calls import (
     BY_HAND,
     NO_TOKEN,

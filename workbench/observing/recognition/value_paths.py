@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from workbench.observing.interception.nested_tensors import TensorPath
+from workbench.observing.interception.tensor_paths import TensorPath
 from workbench.observing.recognition.decoder_structure import GATED, LayerStructure, Table
 from workbench.observing.recognition.least_squares import EXACT, StreamSum, fit, weights_by_token
 from workbench.observing.recognition.module_runs import LOOKUP, MATRIX, Execution, TracedTensor

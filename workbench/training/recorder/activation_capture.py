@@ -26,7 +26,7 @@ from workbench.kernels.pytorch_switches import COMPILED_CODE
 from workbench.metrics import METRICS, Metric
 from workbench.metrics.weights import PARTS, part_of
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments, weighted_mean
-from workbench.observing.interception.nested_tensors import ids_among
+from workbench.observing.interception.tensor_paths import ids_among
 from workbench.training.recorder.quantities import UNITS, Stopped, aliases_of, first_line
 
 VALUE_PROJECTIONS = ("v_proj", "value", "value_proj", "v_lin", "to_v", "wv", "w_v", "W_V")
