@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -264,10 +265,11 @@ def summarised(
 
 
 def main() -> int:
+    processes = max(1, min(14, (os.cpu_count() or 1) - 2))  # small models wait for their process, not for the device
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call, in all (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--processes", type=int, default=6, help="trainings of the study at once (%(default)s)")
+    parser.add_argument("--processes", type=int, default=processes, help="trainings of the study at once (%(default)s)")
     parser.add_argument(
         "--rehearse", action="store_true", help="on a CPU, tiny: to see that the way to the end is free"
     )
@@ -301,9 +303,10 @@ def main() -> int:
         print(f"{name}: {len(made[name])} rows after {time.monotonic() - begin:.0f} s", flush=True)
     left, ends = begin + 60 * asked.minutes - STOPPING_S * (not asked.rehearse), dict[str, str]()
     for file in files(asked.out, rehearse=asked.rehearse):
-        ends[file.stem] = study(asked.out, file, device, left, 1 if asked.rehearse else asked.processes)
-        if ends[file.stem] == "out of time":
+        if time.monotonic() > left:
+            ends[file.stem] = "not begun"
             break
+        ends[file.stem] = study(asked.out, file, device, left, 1 if asked.rehearse else asked.processes)
     made["losses"] = losses(asked.out / "runs")
     write_parquet(made["losses"], asked.out / "losses.parquet")
     studies = ", ".join(f"{name} {end}" for name, end in ends.items())
