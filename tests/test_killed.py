@@ -1,6 +1,7 @@
 """What really killed processes leave behind: whole files, nothing measured twice, nothing lost."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from analyses.common import QUICK_MODEL, quick_runs
 from workbench.config import TrainConfig
-from workbench.console import time_left
+from workbench.console import Task, time_left
 from workbench.data.data_sources import RepeatedData
 from workbench.jobs import worker_processes
 from workbench.jobs.running import Job, run_jobs
@@ -54,6 +55,20 @@ def test_time_left_does_not_count_what_was_there_already():
     assert time_left([0.01, 2.0, 0.02, 4.0], 5) == 15.0
     assert time_left([2.0], 0) is None
     assert time_left([], 3) is None
+
+
+def test_an_estimate_that_has_passed_or_that_nobody_has_is_not_shown(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("workbench.console.time.monotonic", lambda: now[0])
+    task = Task("study", 20)
+    task(15, left=math.inf)
+    now[0] = 60.0
+    assert task.line() == "study: 15 of 20, 60 s so far", "15 runs that had ended before say nothing of the rest"
+    task(16, left=90.0)
+    now[0] = 100.0
+    assert task.line() == "study: 16 of 20, about 50 s left"
+    now[0] = 160.0
+    assert task.line() == "study: 16 of 20, 160 s so far"
 
 
 def test_what_jobs_return_is_heard(forkserver, monkeypatch):

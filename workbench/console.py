@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -128,7 +129,7 @@ class Task:
         self._left: float | None = None
 
     def __call__(self, done: int, total: int = 0, what: str = "", left: float | None = None) -> None:
-        """Update the progress; `left` overrides the estimated seconds."""
+        """Update the progress; `left` overrides the estimated seconds, and is infinite where nobody knows them."""
         now = time.monotonic()
         if done < self.done or (self.total and total not in (0, self.total)):  # another kind of pieces
             self._took.clear()
@@ -140,10 +141,10 @@ class Task:
         self.done, self.total, self.what = done, total or self.total, what
 
     def left(self) -> float | None:
-        """Return the estimated seconds left, or None if unknown."""
-        rest = self.total - self.done
-        seconds = self._left if self._left is not None else time_left(self._took, rest)
-        return None if seconds is None else max(0.0, seconds - (time.monotonic() - self.last))
+        """Return the estimated seconds left, or None if they are unknown or have passed."""
+        seconds = self._left if self._left is not None else time_left(self._took, self.total - self.done)
+        left = math.inf if seconds is None else seconds - (time.monotonic() - self.last)
+        return left if 0 < left < math.inf else None
 
     def words(self) -> list[str]:
         """Return the words after the name: pieces done, time left, present piece."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,7 +93,12 @@ def _models(task: Task) -> Callable[[dict[str, Any]], None]:
 
     def update(status: dict[str, Any]) -> None:
         failed = f"{len(status['failed'])} failed" if status["failed"] else ""
-        task(len(status["ready"]), len(status["models"]), failed, status["left_s"])
+        task(
+            len(status["ready"]),
+            len(status["models"]),
+            failed,
+            math.inf if status["left_s"] is None else status["left_s"],
+        )
 
     return update
 
