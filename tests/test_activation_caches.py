@@ -64,6 +64,7 @@ def test_filters_by_name_names_and_function(tiny):
         model.run_with_cache(tokens(4), remove_batch_dim=True)
 
 
+@pytest.mark.slow
 def test_caching_everything_forms_no_quadratic_tensor(some_architecture, tiny):
     """T = 512 with 4 heads: a pattern has 4 T^2 elements; all else at most a strip of queries with the keys they see."""
     T = 512
@@ -109,6 +110,7 @@ def test_rebuilt_scores_and_patterns_equal_the_cached(tiny, kv_heads, dtype):
     assert torch.equal(rebuilt["pattern", -1], rebuilt["pattern", 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", TOGETHER[::3])
 def test_pos_slice_cuts_the_position_of_every_hook_point(tiny, architecture):
     """Sizes are all different, so a cut along heads or the batch would show."""

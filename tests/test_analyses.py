@@ -80,6 +80,7 @@ def test_models_are_told_apart_by_the_options_that_are_not_their_defaults(shared
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_facts_of_a_run_are_its_own(three):
     found = run_facts(Run.open(three[0]))
     d, f, v, n = QUICK_MODEL.d_model, QUICK_MODEL.d_mlp, QUICK_MODEL.d_vocab, QUICK_MODEL.n_layers
@@ -199,6 +200,7 @@ def test_page_puts_what_is_decided_in_front_and_folds_the_rest(three, tmp_path):
     assert "workbench analyze x" in folded
 
 
+@pytest.mark.slow
 def test_tables_hold_what_the_sentences_say(three, tmp_path):
     found = analyse(three, n=8, claims=["lower_loss", "fewer_parameters"])
     write_tables(found, tmp_path)

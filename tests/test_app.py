@@ -39,6 +39,7 @@ def test_depth_weights_are_drawn_by_an_address_also_of_files_without_a_run(page,
     assert len(charts(at)) > 0, "the measures are drawn"
 
 
+@pytest.mark.slow
 def test_a_page_without_a_model_opens_on_the_text_model_that_ships_unless_the_address_names_one(
     page, populated, tmp_path, monkeypatch
 ):
@@ -60,6 +61,7 @@ def test_a_page_without_a_model_opens_on_the_text_model_that_ships_unless_the_ad
     assert at.selectbox(key="w_groups").value == 3, "an address with groups opens their panel"
 
 
+@pytest.mark.slow
 def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, populated):
     at = page(populated, "depth")
     shown, text = at.selectbox(key="w_metric").value, at.selectbox(key="w_set").value
@@ -73,6 +75,7 @@ def test_another_experiment_keeps_the_measure_or_names_those_that_it_has(page, p
     assert dashboard.settled(at.run()).selectbox(key="w_metric").value == shown
 
 
+@pytest.mark.slow
 def test_experiments_of_a_study_are_named_by_what_differs_first(page, tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
     names = [name for name in page(tmp_path, show="model").selectbox(key="w_set").options if name.startswith("losses,")]
@@ -154,6 +157,7 @@ def test_no_comparison_breaks_on_a_damaged_folder(page, folders, name):
     assert "Traceback" not in said(page(folders["damaged"], name, **DEEP[name] | COMPARE))
 
 
+@pytest.mark.slow
 def test_a_table_that_is_damaged_while_it_is_shown_is_named_and_no_longer_shown(page, populated, tmp_path):
     folder = dashboard.copied(populated, tmp_path / "runs")
     at = page(folder, "depth", metric="importance_entropy", models="resformer")
@@ -198,6 +202,7 @@ def test_what_a_link_asks_in_vain_is_ignored_with_a_word(page, populated, name, 
     assert "<script>" not in said(at)
 
 
+@pytest.mark.slow
 def test_choices_are_written_to_the_address(page, populated):
     at = page(populated, "depth", a="text-resformer-s0")
     at.selectbox(key="w_metric").set_value("sink_mass")
@@ -218,6 +223,7 @@ def test_choices_are_written_to_the_address(page, populated):
     assert any("at least one" in i.value for i in at.info)
 
 
+@pytest.mark.slow
 def test_a_click_before_the_page_has_drawn_what_was_chosen_makes_what_was_chosen(page, populated):
     at = page(populated, "intervene", a="text-resformer-s0", prompt="return values", kind="head")
     dashboard.settled(at.button(key="edit_set").click().run())
@@ -267,6 +273,7 @@ def test_no_page_writes_raw_html_or_imports_torch():
         assert "import torch" not in path.read_text()
 
 
+@pytest.mark.slow
 def test_a_model_shown_by_default_that_goes_away_is_announced(page, populated, tmp_path):
     folder = dashboard.copied(populated, tmp_path / "runs")
     at = page(folder, "depth")

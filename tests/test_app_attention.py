@@ -35,6 +35,7 @@ def test_the_picture_shows_what_the_address_says(page, populated):
     assert header["minus"]
 
 
+@pytest.mark.slow
 def test_strips_of_two_models_say_that_their_numbers_are_of_a_and_which_weight_the_query_has(browse, populated):
     def strip(screen, **options):
         at = browse(populated, screen, **options)

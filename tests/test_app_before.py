@@ -80,6 +80,7 @@ def test_training_draws_the_losses_that_were_written_down(browse, before, run):
     assert numbers(line["y"]) == pytest.approx(told["value"].to_numpy())
 
 
+@pytest.mark.slow
 def test_depth_draws_a_stored_measure(browse, before):
     rows = load_records([before / RUN]).query("metric == 'importance_entropy'")
     rows = rows[rows["control"].isna() & rows["head"].isna() & rows["variant"].isna() & (rows["step"] == 24)]

@@ -32,6 +32,7 @@ def page(browse):
 # ---- prompts ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["intervene"])
 def test_prompts_that_cannot_be_read_are_explained(page, populated, tmp_path, name):
     at = page(dashboard.copied(populated, tmp_path / "runs"), name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from app_pages import said
 
 from workbench.runs.run import Run
 
 
+@pytest.mark.slow
 def test_nothing_is_changed_until_a_change_is_made_and_a_chosen_edit_is_previewed(browse, populated):
     at = browse(populated, "intervene", a="text-resformer-s0")
     assert "Preview" not in said(at)

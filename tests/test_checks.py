@@ -34,6 +34,7 @@ def ruff(source, name):
     return subprocess.run(command, input=source, capture_output=True, text=True, cwd=ROOT, check=False).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUFF is None, reason="ruff is not installed")
 def test_names_that_nothing_defines_are_reported_in_every_folder():
     for folder in FOLDERS:

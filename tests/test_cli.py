@@ -68,6 +68,7 @@ def test_commands_are_a_decision():
     assert {c.name or c.callback.__name__ for c in commands.registered_commands} == EXPECTED
 
 
+@pytest.mark.slow
 @pytest.mark.fast(5)
 @pytest.mark.parametrize("command", sorted(EXPECTED))
 def test_every_command_has_help_from_its_docstring(command):
@@ -173,6 +174,7 @@ def test_what_a_user_can_cause_is_one_sentence_and_exit_code_2(arguments, said, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_says_the_same_sentence_and_no_traceback(tmp_path):
     command = ("list", "metric")
     done, here = run_process(*command, cwd=tmp_path), run(*command, cwd=tmp_path)
@@ -182,6 +184,7 @@ def test_a_process_says_the_same_sentence_and_no_traceback(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
     out = tmp_path / "records.parquet"
     done = run("measure", one_run / "small", "-m", "importance_entropy", "--steps", "ends", "--documents", 4, "-o", out)
@@ -197,6 +200,7 @@ def test_measure_plot_and_list_work_on_a_run(one_run, tmp_path):
     assert listed[0]["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_report_is_one_offline_page(one_run, tmp_path):
     done = run("report", "--runs", one_run, "--out", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ def run(*command, out=subprocess.PIPE, encoding="utf-8"):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("command", [["list", "metrics"]])
 def test_a_full_disk_is_one_sentence(command):

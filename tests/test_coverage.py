@@ -43,6 +43,7 @@ def share(*parameters):
     return sum(p.numel() for p in parameters)
 
 
+@pytest.mark.slow
 def test_a_plain_decoder_is_covered_but_for_its_positions():
     module = large(GPT())
     model = workbench.observe(module, IDS, quiet=True)
@@ -70,6 +71,7 @@ def test_fused_expert_weights_are_counted():
     assert f"{part:.1%} are fused 3-D weights" in model.coverage
 
 
+@pytest.mark.slow
 def test_layers_without_readable_attention_are_counted():
     transformers = pytest.importorskip("transformers")
     config = transformers.GraniteMoeHybridConfig(

@@ -154,6 +154,7 @@ def test_who_listens_to_the_unembedding_gets_all_logits(tiny, in_chunks):
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_no_tensor_holds_all_logits_where_there_are_many(tiny):
     model = tiny(config={"d_vocab": 70_000, "n_ctx": 512, "d_model": 8, "d_mlp": 8, "n_heads": 2})
     ids = torch.randint(70_000, (1, 400), generator=torch.Generator().manual_seed(2))

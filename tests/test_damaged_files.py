@@ -69,6 +69,7 @@ def test_a_bare_pickle_is_refused_and_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_what_a_user_allows_by_name_is_read(tmp_path, tiny):
     torch.save(nanogpt(tiny(), config=Fraction(1, 2), args=argparse.Namespace(lr=1)), tmp_path / "ckpt.pt")
     with torch.serialization.safe_globals([Fraction]):
@@ -114,12 +115,14 @@ def test_the_command_named_for_shards_makes_a_file_that_opens(tmp_path, tiny):
     assert all(torch.equal(read[name], tensor) for name, tensor in tiny().state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_gguf_file_beside_weights_is_no_obstacle(tmp_path, tiny):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     torch.save(nanogpt(tiny()), tmp_path / "ckpt.pt")
     assert torch.equal(quietly(tmp_path)(IDS), tiny()(IDS))
 
 
+@pytest.mark.slow
 def test_a_bit_that_flipped_in_a_pickled_file_is_found(tmp_path, tiny):
     file = tmp_path / "ckpt.pt"
     torch.save(nanogpt(tiny()), file)

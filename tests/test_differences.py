@@ -242,6 +242,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_runs_in_python_on_the_command_line_and_as_views(runs):
     a, b = (runs / f"text-{name}-s0" for name in ("transformer", "resformer"))
     result = workbench.diff(a, b)

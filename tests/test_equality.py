@@ -28,6 +28,7 @@ def test_the_first_difference_is_where_the_module_was_changed(ids):
     assert changed.site == "blocks.2.attn.hook_v_mix"
 
 
+@pytest.mark.slow
 def test_own_models_observed_ones_and_mixtures_compare(tiny, ids):
     model = tiny("resformer")
     assert workbench.equal(model, tiny("resformer"), ids, tolerance=0)

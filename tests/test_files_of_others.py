@@ -92,6 +92,7 @@ def safetensors(model, folder):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("form", [metas_folder, llama2_c, safetensors])
 def test_metas_llama_layout_computes_what_metas_code_computes(form, tmp_path):

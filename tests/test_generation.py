@@ -55,6 +55,7 @@ def scripted(model, *rows):
 # ---- generating ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generation_is_the_same_with_and_without_a_cache(tiny, any_architecture):
     model = tiny(any_architecture)
     prompt = tokens(model, 4)

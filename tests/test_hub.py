@@ -58,6 +58,7 @@ def cache(gpt2, tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["gpt2", "lab/tiny-model@step10", "models--lab--tiny-model"])
 def test_a_name_in_the_cache_opens_as_its_folder_does(cache, gpt2, name):
@@ -196,6 +197,7 @@ def served(gpt2, tmp_path, monkeypatch):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_fetched_once_without_what_no_model_needs(served, gpt2):
     (folder,) = hub.download("lab/tiny@step10")
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in gpt2.iterdir())

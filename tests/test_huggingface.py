@@ -254,6 +254,7 @@ def with_rotation(folder, changes):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.fast(5)
 @pytest.mark.parametrize(
     "changes",

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
 from measured import EVERYTHING, table
 
@@ -20,6 +21,7 @@ from workbench.runs.table_cache import RecordCache
 from workbench.views import Source
 
 
+@pytest.mark.slow
 def test_the_second_time_nothing_is_run(everything, forwards):
     run, first = everything
     again = measure(Run.open(run.path), EVERYTHING, n=5, batch=3)
@@ -86,6 +88,7 @@ def test_raising_a_version_measures_that_metric_again_and_not_its_neighbours(mea
     ) == {2}
 
 
+@pytest.mark.slow
 def test_a_store_written_before_versions_were_numbers_is_read_until_it_is_measured_anew(tmp_path):
     """What `measure` returns and what every reader shows agree, and no reader sees two versions of a metric."""
     folder = tmp_path / "resformer-before-s0"

@@ -192,6 +192,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_just_starting_hears_sigterm(tmp_path):
     (tmp_path / "starts.py").write_text(STARTING)
     parent = subprocess.Popen([sys.executable, tmp_path / "starts.py", tmp_path], stderr=subprocess.PIPE, text=True)

@@ -60,6 +60,7 @@ def test_an_adapter_opens_on_its_base_as_the_sum_of_both(adapted):
     assert model.source["path"] == str(folder)
 
 
+@pytest.mark.slow
 def test_a_base_is_found_beside_its_adapter(adapted, tmp_path):
     base, folder, logits = adapted
     shutil.copytree(folder, tmp_path / "adapter")

@@ -113,6 +113,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_runs(tiny, forwards
     assert not forwards
 
 
+@pytest.mark.slow
 def test_text_and_files(text_run, tmp_path):
     frame = measure(text_run, "loss", "the red house stands near the river")
     assert frame["data"][0].startswith("text ")
@@ -147,6 +148,7 @@ def test_names_and_lengths_are_refused_by_name(tiny):
         measure(3, "loss")
 
 
+@pytest.mark.slow
 def test_broken_weights_give_nan_and_no_crash(tiny):
     model = tiny(config={"d_vocab": 61})
     with torch.no_grad():
@@ -173,6 +175,7 @@ def test_streamed_metrics_never_build_a_pattern(tiny):
     assert 0 < seen.numel < heads * T * T / 2
 
 
+@pytest.mark.slow
 def test_measures_take_little_more_memory_than_the_bare_forward_whatever_the_vocabulary(tiny):
     """Logits of 8 x 24 x 40,000: a second copy of them would already be 1.9 times the forward."""
     model = tiny(config={"d_vocab": 40_000})
@@ -185,6 +188,7 @@ def test_measures_take_little_more_memory_than_the_bare_forward_whatever_the_voc
     assert peaks[1] <= 1.3 * peaks[0]
 
 
+@pytest.mark.slow
 def test_sites_of_an_observed_model_wait_for_passes_of_their_own_rather_than_fill_memory(gpt, ids, monkeypatch):
     ids, name, peaks, found = ids[:, :16] % 31, "token_identity_share", [], []
     observed = observe(gpt, ids, quiet=True)

@@ -51,6 +51,7 @@ def runs(tmp_path_factory):
     return [*made, training_runs.start(root, "transformer")]
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_is_no_second_seed_of_the_card(runs, tmp_path):
     for run, name in zip((*runs[:2], runs[0]), ("a", "b", "copy"), strict=True):
         shutil.copytree(run.path, tmp_path / name)

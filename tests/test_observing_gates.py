@@ -60,6 +60,7 @@ def test_gates_are_read_for_every_token_and_told_by_mean_and_spread(name, ids):
     assert told == (name not in names), "own values are weighed too"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*GATED][:1])
 def test_logits_are_taken_apart_into_gated_paths(name, ids):

@@ -126,6 +126,7 @@ ATTENDING = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENDING)
 @torch.no_grad()
 def test_each_activation_passes_its_hook_once_and_what_the_hook_returns_is_used_once(name, ids):

@@ -19,6 +19,7 @@ def pair(ids):
     return see(theirs, ids), see(same.eval(), ids)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_site_is_the_one_of_the_decoder_with_the_batch_first(pair, ids):
     theirs, same = pair

@@ -28,6 +28,7 @@ def test_data_parallel_and_compiled_modules_are_taken_apart(ids, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("how", ["whole", "in place"])
 @torch.no_grad()

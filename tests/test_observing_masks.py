@@ -60,6 +60,7 @@ def evenly(mask):
     return lambda q, k, v, layer: F.scaled_dot_product_attention(q * 0, k, v, attn_mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [8, 40])
 def test_uniform_attention_meets_its_baselines_within_any_window(width, ids):
     observed = see(large(GPT(attend=evenly(BEFORE & (PLACE[:, None] - PLACE < width)))), ids)

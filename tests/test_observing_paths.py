@@ -183,6 +183,7 @@ def test_decoders_keep_their_name_however_norms_and_sums_are_written(form, mixes
     assert (observed.architecture, observed.notes) == ("resformer" if mixes else "transformer", [])
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("gate", "w_o", "architecture", "note"),

@@ -128,6 +128,7 @@ def test_the_number_of_keys_that_are_no_tokens_may_grow_with_the_tokens(fused, i
         check(found, pattern, slice(0, t), v)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("form", ["fused", "eager"])
 @torch.no_grad()
@@ -184,6 +185,7 @@ def test_what_is_replaced_is_the_tokens_and_nothing_else(longer, point, ids):
     assert moved[0, 20:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_an_adapters_prompt_and_its_prefix_are_no_tokens(ids):

@@ -81,6 +81,7 @@ def llama(attention):
 MIXED_PRECISION = {"llama sdpa": lambda: llama("sdpa"), "softmax by hand": STRANGERS["softmax by hand"]}
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_both_attentions_of_a_difference_and_the_difference_itself(form, ids):
     assert decompose(observed, ids, "logits", "head").error < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("make", [Groups, ListOfHeads])
 @torch.no_grad()

@@ -67,6 +67,7 @@ def sweep():
     del sys.modules["prompt_sizes"]
 
 
+@pytest.mark.slow
 @pytest.mark.fast(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODULES)
@@ -159,6 +160,7 @@ class Wrapped(nn.Module):
         return self.wrap(nn.functional.dropout(self.gpt(ids)[0], self.dropout))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("wrap", OUTPUTS.values(), ids=OUTPUTS)
 def test_logits_are_found_and_compared_wherever_an_output_keeps_them(wrap, ids):

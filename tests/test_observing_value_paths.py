@@ -28,6 +28,7 @@ def test_hidden_lambdas_come_back_to_a_millionth(form, ids):
     assert observed.architecture == "resformer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "architecture", "options"),
     [
@@ -63,6 +64,7 @@ def awake(tiny, architecture, **options):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("architecture", "named"),

@@ -20,6 +20,7 @@ from workbench.observing.interception.sharded_weights import matrix_and_bias
 from workbench.prompts import logit_attribution, score_attribution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["disk"])
 @torch.no_grad()
 def test_offloaded_weights_give_the_same_bits_and_stay_where_they_are(where, ids, tmp_path):
@@ -45,6 +46,7 @@ def test_offloaded_weights_give_the_same_bits_and_stay_where_they_are(where, ids
     assert all(p.is_meta for p in module.parameters()), "loaded for each run and let go"
 
 
+@pytest.mark.slow
 def test_two_processes_observe_what_is_spread_over_them(tmp_path, forkserver):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -49,6 +49,7 @@ def another(tmp_path_factory):
     return run, modules
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_another_librarys_model_becomes_a_run_that_computes_what_it_did(another):
     run, modules = another
@@ -96,6 +97,7 @@ def test_steps_of_different_shapes_are_no_series(another, tmp_path):
     assert not (tmp_path / "runs" / "odd").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("page", "address", "figures"), dashboard.OF_OBSERVED[::2])
 def test_pages_show_another_librarys_model(another, browse, page, address, figures):

@@ -94,6 +94,7 @@ def test_patching_keeps_examples_apart_and_knows_its_baseline(awake):
 # ---- attribution patching --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_node_attributions_equal_their_definition_and_finite_differences(awake, some_architecture):
     """Effect of a node: (clean - corrupted) . dmetric/dnode on the corrupted run, the slope along that direction."""
     model = awake(some_architecture, **small(some_architecture))

@@ -129,6 +129,7 @@ def test_a_map_of_small_shares_spends_its_colours_on_them_and_prints_a_true_minu
     assert plots.plot(frame, form="heads").data[0].text[0] == ["−0.50", "1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "form"),
     [("importance_entropy", "profile"), ("token_importance", "positions"), ("sink_mass", "heads"), ("loss", "bars")],
@@ -148,6 +149,7 @@ def test_steps_become_curves_and_may_be_logarithmic():
     assert "running mean over 5 steps" in figure.layout.title.subtitle.text
 
 
+@pytest.mark.slow
 def test_metrics_lengths_and_data_never_share_an_axis():
     frame = of(rows(), "importance_entropy")
     figure = plots.plot(pd.concat([frame, frame.assign(T=32)]))
@@ -270,6 +272,7 @@ def test_relative_pairs_by_seed():
         plots.relative_to_baseline(frame[frame["architecture"] == "svformer"])
 
 
+@pytest.mark.slow
 def test_gradients_and_coefficients_are_drawn():
     frame = rows(what=dashboard.telemetry, architectures=("denseformer", "transformer"))
     norms = plots.gradient_map(frame)

@@ -83,6 +83,7 @@ def check(row, name):
     assert row["shuffled"] == "0 of 32" or row["shuffled"].endswith(" of 32")
 
 
+@pytest.mark.slow
 def test_a_model_in_the_cache_becomes_a_row_and_replaces_its_own(cache, capsys, monkeypatch):
     name = "openai-community/gpt2"
     cache(name)
@@ -97,6 +98,7 @@ def test_a_model_in_the_cache_becomes_a_row_and_replaces_its_own(cache, capsys, 
     assert row["zero"] in page
 
 
+@pytest.mark.slow
 def test_the_command_says_what_a_measurement_covers(cache, tmp_path):
     cache("openai-community/gpt2")
     words = ["measure", "openai-community/gpt2", "-m", "loss", "-T", "32", "--text", str(tmp_path / "text"), "--json"]

@@ -59,6 +59,7 @@ def test_it_goes_on_in_the_same_folder_where_it_is_told(gpt, tmp_path):
     assert set(Run.open(broken).telemetry()["step"]) == {0}
 
 
+@pytest.mark.slow
 def test_long_recordings_have_few_files(gpt, tmp_path):
     with Recorder(gpt, 1, tmp_path / "r", quantities=["gradient_norm"]) as recorder:
         loop(gpt, recorder, 2 * SPAN + 3)

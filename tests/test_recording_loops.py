@@ -76,6 +76,7 @@ def test_autocast_activations_are_read_in_float32(tiny, tmp_path):
     assert frame["value"].notna().all()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_runs_uncompiled_for_logging_steps_alone(gpt, tmp_path):
     graphs = []
 
@@ -105,6 +106,7 @@ def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
     assert value(tmp_path / "r", "coefficient", part="alpha_0", layer=2) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes_write_one_recording_of_averaged_gradients(gpt, tmp_path, forkserver, sharded):
     context = multiprocessing.get_context()

@@ -36,6 +36,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("attend", MASKS.values(), ids=list(MASKS))
 def test_a_mask_need_not_be_infinite(attend):

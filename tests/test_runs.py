@@ -44,6 +44,7 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_is(runs):
     run = Run.open(runs / "text")
     assert (run.name, run.architecture, run.seed, run.steps, run.finished) == ("text", "svformer", 0, [0, 3], True)

@@ -91,6 +91,7 @@ def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, 
         import_run(trained, runs, name="theirs")
 
 
+@pytest.mark.slow
 def test_an_import_that_fails_leaves_nothing(trained, tmp_path, tiny):
     torch.save(nanogpt(tiny(seed=1, config={"d_mlp": 24}), iter_num=200), trained / "ckpt_200.pt")
     with pytest.raises(BadCheckpoint, match="are not steps of one model: config"):
@@ -100,6 +101,7 @@ def test_an_import_that_fails_leaves_nothing(trained, tmp_path, tiny):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_import_and_export_from_the_command_line(tiny, tmp_path):
     from typer.testing import CliRunner
 

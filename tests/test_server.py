@@ -151,6 +151,7 @@ def test_ctrl_c_while_a_dashboard_starts_ends_it(tmp_path, monkeypatch):
     assert started[0].poll() is not None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_a_folder_of_runs_is_said_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

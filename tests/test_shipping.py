@@ -74,6 +74,7 @@ def evidence(trained):
     return root / "evidence"
 
 
+@pytest.mark.slow
 def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, evidence):
     root, study = trained
     assert not list(evidence.rglob("*.safetensors"))
@@ -225,6 +226,7 @@ def test_shipped_runs_are_judged_beside_a_folder_that_does_not_hold_them(evidenc
         judged(*paths, str(tmp_path / "gone"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "figures"), [("depth", 1), ("attention", 0)])
 def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeypatch, browse, name, figures):
     monkeypatch.setattr(source, "EVIDENCE", evidence)
@@ -235,6 +237,7 @@ def test_pages_show_evidence_where_there_are_no_runs(evidence, tmp_path, monkeyp
     assert ("shipped without weights" in said(at)) == (name == "attention")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention"])
 def test_pages_open_on_shipped_models_where_there_are_no_runs(models, tmp_path, monkeypatch, browse, name):
     monkeypatch.setattr(source, "MODELS", models)

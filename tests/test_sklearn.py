@@ -60,6 +60,7 @@ def test_a_matrix_holds_the_cached_activations_of_our_models(name):
     assert np.allclose(every[1], X, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_matrix_holds_the_cached_activations_of_observed_models(family):
@@ -181,6 +182,7 @@ def test_umap_is_optional(monkeypatch):
         token_map(model_of("transformer"), "v", TOKENS, layer=0, method="umap")
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", [*FIVE, *FAMILIES])
 def test_a_map_of_a_model_is_scikit_learns_and_its_share_is_the_measures(name):

@@ -60,6 +60,7 @@ def weights_here():
     return sorted(path.parent.name for path in runs_folder(URL).glob("resformer/*/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_is_put_up_whole_and_read_elsewhere_step_by_step(machine, monkeypatch, tmp_path):
     puts, store = [], remote.Remote.store
     monkeypatch.setattr(remote.Remote, "store", lambda self, path, name: puts.append(name) or store(self, path, name))
@@ -99,6 +100,7 @@ def test_a_run_is_put_up_whole_and_read_elsewhere_step_by_step(machine, monkeypa
     assert measure(run, "loss", steps="ends", n=2)["provenance"].tolist() == frame["provenance"].tolist()
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_on_another_machine_and_parts_it_writes_anew_are_no_longer_there(machine, uninterrupted):
     """It ends after step 6 of 8 with the state of step 4; the other machine cuts what follows into other parts."""
 
@@ -120,6 +122,7 @@ def test_a_training_goes_on_on_another_machine_and_parts_it_writes_anew_are_no_l
     assert training_runs.telemetry(elsewhere).equals(training_runs.telemetry(uninterrupted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["no permission", "cut"])
 def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command(machine, monkeypatch, how):
     put = MemoryFileSystem.put_file

@@ -356,6 +356,7 @@ def test_a_study_fetches_no_dataset(tmp_path, monkeypatch):
         prepare_data(job)
 
 
+@pytest.mark.slow
 def test_each_model_takes_its_best_rate_from_a_study_of_other_seeds(tmp_path):
     rates = SMALL.replace("seeds = [0, 1, 2]", "seeds = [9]\ngrid.recipe.lr = [1e-6, 1e-2]").replace(
         '"formation_step"', '"validation_loss"'

@@ -183,6 +183,7 @@ def stored(folder, kind):
         return database.execute("SELECT run, metric FROM part WHERE kind = ? ORDER BY metric", (kind,)).fetchall()
 
 
+@pytest.mark.slow
 def test_a_new_server_reads_many_runs_from_the_index_and_the_same_rows(ask, settled, monkeypatch):
     plain, choices = RecordCache(), (["token_importance"], ["sink_mass", "value_drain"], None, ["nothing"])
     wanted, names = [plain.rows(settled(), metrics)[0] for metrics in choices], plain.metrics(settled())
@@ -221,6 +222,7 @@ def test_an_indexed_run_that_changes_is_read_from_its_own_files_and_indexed_agai
     assert {7.0, 8.0} <= set(later.rows(settled(), ["sink_mass"])[0]["value"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 4096, None])
 def test_a_damaged_index_is_built_again(ask, settled, size):
     wanted = RecordCache(ask.folder).rows(settled())[0]
@@ -234,6 +236,7 @@ def test_a_damaged_index_is_built_again(ask, settled, size):
         assert not problems
 
 
+@pytest.mark.slow
 def test_a_byte_of_the_index_that_changes_changes_no_number(ask, settled):
     """SQLite checks the structure of its pages, and the checksums of rows their contents."""
     wanted = RecordCache(ask.folder).rows(settled())[0].astype(dict.fromkeys(TEXT, "str"))
@@ -255,6 +258,7 @@ def test_a_part_that_another_process_replaces_is_read_from_the_files(ask, settle
     alike(first.rows(entries)[0], wanted)
 
 
+@pytest.mark.slow
 def test_processes_that_write_the_index_at_once_lose_nothing(ask, settled):
     """Two servers that start together both read all runs; each row of the index is written by one of them."""
     entries, caches = settled(), [RecordCache(ask.folder) for _ in range(4)]

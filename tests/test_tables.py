@@ -29,6 +29,7 @@ def frame(run):
     return measure(run, ["loss", "row_entropy"], steps="ends", n=2)
 
 
+@pytest.mark.slow
 def test_records_go_to_arrow_and_come_back_and_a_figure_takes_both(frame):
     table = pa.table(frame)
     assert pa.types.is_int64(table.schema.field("layer").type)

@@ -71,6 +71,7 @@ def test_an_installed_package_is_a_text_with_version_licence_and_hashes(tmp_path
         from_files(["installed:no-such-package"])
 
 
+@pytest.mark.slow
 def test_ids_are_kept_beside_a_corpus_and_made_again_once_damaged(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("\n\n".join(PROSE))
     data = prepare(texts=[tmp_path / "book.txt"], vocabulary=270, bos="first", root=tmp_path)

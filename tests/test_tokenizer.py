@@ -286,6 +286,7 @@ def test_other_patterns_are_limited(pattern: str) -> None:
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("settings", "text"),

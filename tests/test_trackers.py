@@ -50,6 +50,7 @@ def scalars(folder):
     return shown
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_telemetry_and_records_once(run):
     for _ in range(2):
         told = export_log(run, "tensorboard")

@@ -144,6 +144,7 @@ def test_tokens_may_be_texts(awake):
 # ---- known traps -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 def test_an_edit_in_place_is_the_same_as_an_edit_returned(awake, some_architecture):
     """Patching edits in place; layers that share a tensor, the history of averages and parameters must not hear of it."""

@@ -25,6 +25,7 @@ def test_every_claim_that_can_be_judged_has_its_rates_on_the_page():
     assert (told[["supported", "one part false", "refuted"]].fillna(0) <= MOST).all(axis=None)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("name", list(NOISE)[::6])
 def test_one_seed_decides_nothing_and_two_decide_nothing(name, monkeypatch):

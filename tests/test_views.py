@@ -142,6 +142,7 @@ def test_a_link_to_a_model_that_ships_is_drawn_beside_runs_of_ones_own(ask):
         source_of(nobody := Link("depth", {"a": "nobody"}), ask.folder).subjects(nobody)
 
 
+@pytest.mark.slow
 def test_measures_that_moved_are_a_minus_b_as_on_every_page(ask):
     link = Link.parse("differences?a=models-resformer-s0&compare=1&b=models-transformer-s0")
     drawing = moved_measures(source_of(link, ask.folder), link)
@@ -175,6 +176,7 @@ def test_a_comparison_draws_both_on_one_scale_and_the_difference_on_its_own():
     assert own.cmin == -own.cmax
 
 
+@pytest.mark.slow
 def test_the_band_of_a_difference_is_the_interval_over_paired_seeds_by_hand():
     """Differences 1, 2 and 3 at a layer: 2 with Student's t on 2 degrees, 4.3027 / sqrt(3) = 2.4841, to either side."""
     pairs = [
@@ -222,6 +224,7 @@ def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
 # ---- depth ----
 
 
+@pytest.mark.slow
 def test_two_models_of_one_seed_are_compared_over_all_seeds_that_both_have(ask):
     page = "depth?metric=token_identity_share&site=own_v&compare=1&a=text-resformer-s1&b=text-transformer-s1"
     assert plots.MINUS not in {t.name for t in drawn(ask, page).figure.data}, "the paired difference has its own figure"
@@ -263,6 +266,7 @@ def test_depth_draws_one_sample_of_each_run_and_says_what_is_not_stored(ask, mon
 # ---- files ----
 
 
+@pytest.mark.slow
 def test_a_link_writes_its_page_and_its_tables(ask, tmp_path):
     link = Link.parse("depth?metric=sink_mass&a=text-resformer-s0&compare=1")
     page, reasons = write(ask, link, tmp_path / "v.html", command="workbench view x")

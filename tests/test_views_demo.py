@@ -90,6 +90,7 @@ def test_a_training_is_measured_at_each_checkpoint_as_soon_as_it_is_there(restin
     assert set(found["metric"]) == set(SINK_METRICS)
 
 
+@pytest.mark.slow
 def test_what_deep_values_carry_is_of_shipped_models_where_one_seed_is_trained_at_most(ask, tmp_path, monkeypatch):
     shipped = [e for e in ask.catalogue().entries if e.name.startswith("text-")]
     renamed = [dataclasses.replace(e, name=e.name.replace("text-", "value_paths-")) for e in shipped]

@@ -83,6 +83,7 @@ def only(ask, link, name):
 # ---- the ranking ----
 
 
+@pytest.mark.slow
 def test_the_ranking_is_the_records_order_and_equal_heads_stand_by_run_layer_and_head(ask):
     table = only(ask, "heads?end=highest", "ranking").table
     assert table["name"].tolist() == [

@@ -62,6 +62,7 @@ def test_names_of_models_are_parted_by_commas_and_each_line_is_drawn(ask):
     assert names == {"Transformer · s0", "Transformer · s1", "Transformer · s12"}
 
 
+@pytest.mark.slow
 def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_loss(ask, tmp_path):
     for seed in SEEDS:
         common = {"run": f"text-transformer-s{seed}", "architecture": "transformer", "seed": seed, "step": 19}

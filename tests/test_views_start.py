@@ -49,6 +49,7 @@ def evidence(monkeypatch):
     monkeypatch.setattr("workbench.views.source.EVIDENCE", SHIPPED / "evidence")
 
 
+@pytest.mark.slow
 def test_every_shipped_figure_leads_to_its_runs_which_stand_below_those_of_the_folder(ask, tmp_path, evidence):
     ask = Source(ask.folder)
     entries, own = ask.catalogue().entries, ask.listed()
@@ -92,6 +93,7 @@ def shipped(tmp_path_factory):
     return dashboard.kept(folder)
 
 
+@pytest.mark.slow
 def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped):
     found = main_result.finding(shipped, link("finding"))
     assert sorted(found.rates.values()) == [0.003, 0.006, 0.012]
@@ -137,6 +139,7 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     assert hollow["SVFormer"] == "circle"
 
 
+@pytest.mark.slow
 def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path, monkeypatch):
     group = main_result.finding(shipped, link("finding")).group
     for entry in shipped.group(link("finding", set=group)):
@@ -183,6 +186,7 @@ def test_runs_that_never_copy_are_counted_and_have_no_interval():
 # ---- this model ----
 
 
+@pytest.mark.slow
 def test_the_four_answers_are_those_of_an_xray_of_the_same_records(ask):
     frame = load_records([ask.folder / A])
     for answer, (name, view) in zip(xrays.answers(frame), start.XRAY.items(), strict=True):
@@ -202,6 +206,7 @@ def test_a_step_that_was_not_measured_says_what_is_missing_and_how_to_get_it(ask
     assert start.missing(ask, ask.subjects(link("model", a=A))[0]) == []
 
 
+@pytest.mark.slow
 def test_a_model_without_deep_values_of_its_own_is_compared_by_what_both_have(ask):
     compared = link("model", a="text-svformer-s0", b=B, compare=1)
     shares = start.token_share(ask, compared)
@@ -256,6 +261,7 @@ def test_the_table_of_runs_says_what_each_is_and_whether_it_is_being_written(ask
 # ---- verdicts ----
 
 
+@pytest.mark.slow
 def test_verdicts_on_all_runs_are_those_of_an_analysis_and_kept_until_a_file_of_theirs_changes(
     ask, tmp_path, monkeypatch
 ):

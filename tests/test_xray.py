@@ -220,6 +220,7 @@ def test_a_run_is_xrayed_into_one_offline_page(a_run, tmp_path):
     assert "Reproduce: <code>workbench xray" in text
 
 
+@pytest.mark.slow
 def test_ids_are_halved_between_the_table_and_the_measurement(tiny):
     model = tiny("resformer")
     ids = torch.randint(61, (12, 40), generator=torch.Generator().manual_seed(0))
@@ -271,6 +272,7 @@ def test_what_was_not_measured_is_an_empty_answer_with_its_reason_and_the_rest_i
     assert page.count("nothing to draw") == 3 * 2  # title and alternative text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run"])
 def test_the_model_runs_seven_times_at_most_and_the_cost_is_said_before(tiny, a_run, monkeypatch, kind):
     read, told, forward = [], [], Transformer.forward
