@@ -40,7 +40,7 @@ def said(at):
 @pytest.mark.parametrize(
     ("kind", "show"),
     [  # all runs are judged on every claim
-        pytest.param(kind, show, marks=pytest.mark.slow if show == "verdicts" else ())
+        pytest.param(kind, show, marks=pytest.mark.slow if show == "verdicts" or kind != "damaged" else ())
         for kind, parts in SHOWN.items()
         for show in parts
     ],
@@ -70,6 +70,7 @@ def test_a_demo_alone_is_told_first_and_other_runs_are_looked_at(page, populated
     assert "How transformers use" not in said(at).split("SVFormer copies")[0]
 
 
+@pytest.mark.slow
 def test_an_opened_model_leaves_the_demo_on_the_first_page_and_comes_with_links_to_its_pages(page, populated, tmp_path):
     folder = tmp_path / "runs"
     for name in ("race-svformer-s0", "race-transformer-s0", "text-resformer-s0", "text-transformer-s0"):

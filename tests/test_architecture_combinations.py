@@ -48,7 +48,7 @@ PAIRS = list(itertools.combinations(COVERING, 2))
 @pytest.mark.parametrize(
     ("a", "b"),
     [
-        pytest.param(*pair, marks=pytest.mark.slow if number % 16 else ())
+        pytest.param(*pair, marks=pytest.mark.slow if number % 48 else ())
         for number, pair in enumerate(PAIRS)
         if number % 4 == 0
     ],

@@ -84,7 +84,7 @@ def check_hooks(call, model, ids):
 
 
 @pytest.mark.parametrize(
-    "architecture", [TOGETHER[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TOGETHER[1::3])]
+    "architecture", [pytest.param(name, marks=pytest.mark.slow) for name in (TOGETHER[0], *TOGETHER[1::3])]
 )
 def test_is_one_graph_that_hears_hooks_added_later(tiny, ids, architecture):
     model = tiny(architecture, config={"n_layers": 2})

@@ -91,6 +91,7 @@ def test_few_modules_stand_loose_at_the_top_of_the_library():
     assert len(loose) <= MAX_LOOSE, loose
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     assert circles() == []
 
@@ -101,6 +102,7 @@ def test_files_are_short(folder):
     assert long == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PRODUCT)
 def test_functions_are_short(folder):
     long = {

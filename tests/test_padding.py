@@ -122,6 +122,7 @@ def alone():
     return [workbench.measure(model, METRICS_COMPARED, row[None]) for row in documents()]
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("side", "how"),

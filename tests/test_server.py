@@ -141,6 +141,7 @@ def test_visitors_who_leave_take_their_open_files_with_them(tmp_path):
         dashboard_process.stop(server)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_dashboard_starts_ends_it(tmp_path, monkeypatch):
     started = []
     real = subprocess.Popen
