@@ -116,6 +116,16 @@ def test_longer_trainings_are_compared_at_the_rates_that_a_sweep_of_other_seeds_
     )
 
 
+def test_a_seed_that_chose_the_rate_is_not_counted_where_all_models_end_at_one_rate():
+    """Seed 4 is lowest at the rate that it chose, by its own luck; with two other seeds alone it stays, and the setting says so."""
+    for others, counted in (((0, 1, 2), [0, 1, 2]), ((0, 1), [0, 1, 4])):
+        made = [run(m, 4, lr=rate) for m in ("transformer", "svformer") for rate in (1e-3, 2e-3, 4e-3)]
+        made += [run(m, seed, lr=2e-3) for m in ("transformer", "svformer") for seed in others]
+        found = evidence(made).comparable("transformer", "svformer").runs
+        assert sorted(found["seed"].unique()) == counted
+        assert set(found["lr"]) == {2e-3}
+
+
 def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share_theirs():
     """And where a shorter sweep chose other rates, which fit some of the models only, the sweep that fits all counts."""
     made, told = _tuned({"transformer": 2e-3, "values_scaled": 4e-3, "resformer": 2e-3})

@@ -186,9 +186,10 @@ class Evidence:
         """Return the runs of the setting with most seeds that has every wanted model; `Claim.judge` judges all such settings.
 
         Runs of one setting have equal data, length, size and recipe. Their learning rates are equal, or each is the best of its model
-        in a sweep of other seeds. One name of each tuple is enough; `ignoring` are settings that may differ. Among equal
-        numbers of seeds, settings with the control come first, then larger models, longer trainings, and a lower loss of the first
-        model. Raises `InsufficientEvidence` for a missing model, and for models that were never trained under equal conditions.
+        in a sweep of other seeds. Seeds that chose a rate are not counted where `MIN_SEEDS` others have it alone. One name of each
+        tuple is enough; `ignoring` are settings that may differ. Among equal numbers of seeds, settings with the control come first,
+        then larger models, longer trainings, and a lower loss of the first model. Raises `InsufficientEvidence` for a missing model,
+        and for models that were never trained under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         names = [name for group in groups for name in group]
@@ -206,6 +207,7 @@ class Evidence:
             parts = [rows for rows in parts if not any(at_best.issuperset(rows["run"]) for at_best in tuned)]
             whole = [*tuned, *(frozenset(rows["run"]) for rows in parts)]  # no runs are judged as part of others, too
             parts += [rows for at_best, rows in tuned.items() if not any(at_best < other for other in whole)]
+        parts = [self._reported(rows, groups) for rows in parts] if "lr" in equal else parts
         candidates: list[tuple[int, pd.DataFrame]] = []
         for rows in parts:
             pairs = {(model, seed) for model, seed in zip(rows["model"], rows["seed"], strict=True) if pd.notna(seed)}
@@ -239,6 +241,15 @@ class Evidence:
         rows = first[first["model"].isin([*names, control])]
         self.compared.append(rows.assign(beside=~rows["model"].isin(names)))
         return self.of_runs(first)
+
+    def _reported(self, rows: pd.DataFrame, groups: Sequence[Sequence[str]]) -> pd.DataFrame:
+        """Return the rows without seeds that chose a learning rate, where enough others were trained at that rate alone."""
+        every = self.runs if self.sweeps is None else self.sweeps
+        cells = every.groupby([*(c for c in SETTING if c != "lr"), "model", "seed"], dropna=False)["lr"]
+        others = rows[~rows["run"].isin(every.loc[cells.transform("nunique") >= RATES, "run"])]
+        seeds = others.groupby("model")["seed"].nunique()
+        enough = all(any(seeds.get(name, 0) >= MIN_SEEDS for name in group) for group in groups)
+        return others if enough else rows
 
     @property
     def _tuned(self) -> pd.DataFrame:
