@@ -89,6 +89,7 @@ def test_facts_of_a_run_are_its_own(three):
     assert (found["task"], found["bos"], found["seed"]) == ("text", False, 0)
 
 
+@pytest.mark.slow
 def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     run = Run.open(three[0])
     found = metrics_needed(run, [CLAIMS["richer_values"], CLAIMS["lower_loss"]])

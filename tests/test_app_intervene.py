@@ -37,6 +37,7 @@ def test_the_two_answers_that_are_patched_between_differ_unless_somebody_says_so
     assert "must lead by more than" in said(at), "this model has learned too little to tell the two apart"
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_what_the_model_was_trained_on_is_cautioned(browse, populated):
     trained = Run.open(populated / "text-resformer-s0").train.T
     for words, cautioned in ((trained // 4, False), (trained + 1, True)):

@@ -56,6 +56,7 @@ def change_tensors(folder, change):
 # ---- round trips -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fast(7)
 @pytest.mark.parametrize(
     "architecture", [name for name in (*ARCHITECTURES, "resformer+neutreno") if name in {*COVERING, *OPTIONS}][::2]

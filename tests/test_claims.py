@@ -47,6 +47,7 @@ def test_a_broken_model_is_named_and_stops_nothing_else():
     assert "resformer-s1" in found.sentence
 
 
+@pytest.mark.slow
 def test_the_setting_with_most_seeds_is_compared():
     small, told = with_losses({"transformer": 3.0, "values_scaled": 3.0, "resformer": 2.9}, parameters=1e5, d_model=32)
     large, more = with_losses({"transformer": 2.0, "resformer": 2.1}, seeds=2)
@@ -181,6 +182,7 @@ def test_every_part_supports_and_the_clearest_refutes_once_paid_for(parts, statu
     assert decide(dict(enumerate(differing(*p) for p in parts)), -1)[0] == status
 
 
+@pytest.mark.slow
 def test_all_comparable_settings_are_judged_and_contradictions_told():
     worse, told = with_losses({"transformer": 2.9, "values_scaled": 2.9, "resformer": 2.7}, lr=1e-3)
     better, more = with_losses({"transformer": 2.6, "values_scaled": 2.6, "resformer": 2.8}, lr=2e-3, seeds=4)

@@ -94,6 +94,7 @@ def _tuned(best, edge=4e-3):
     return made, told
 
 
+@pytest.mark.slow
 def test_longer_trainings_are_compared_at_the_rates_that_a_sweep_of_other_seeds_chose():
     found = judged(
         "lower_loss",
@@ -140,6 +141,7 @@ def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share
     assert (found.table.loc[found.table["comparison"] == "all domains", "n"] == 3).all()
 
 
+@pytest.mark.slow
 def test_of_untested_settings_the_longest_training_is_shown_and_not_the_most_seeds():
     short, told = with_losses(LEVELS, seeds=5, tokens=4e5)
     long, more = with_losses({name: level - 1 for name, level in LEVELS.items()}, seeds=2, tokens=2e6, steps=600)
@@ -155,6 +157,7 @@ WEAK, STRONG = {"seeds": 5, "tokens": 8e6}, {"tokens": 4e7, "steps": 1500}
 EQUAL = {"transformer": 2.73, "values_scaled": 2.73, "resformer": [2.70, 2.76, 2.73]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decided", ["weak", "strong"])
 def test_of_tested_settings_the_longest_training_leads_whatever_its_outcome(decided):
     """Five seeds at 20 tokens per parameter, three at 100: the weaker setting leads in neither case, and both are shown."""
@@ -180,6 +183,7 @@ def test_of_tested_settings_the_longest_training_leads_whatever_its_outcome(deci
     assert found.table["n"].iloc[0] == 3
 
 
+@pytest.mark.slow
 def test_a_setting_without_the_control_never_leads_one_with_it_and_an_untested_one_is_counted():
     weak, strong = (
         with_losses(EQUAL | {"resformer": [2.7, 2.76, 2.73, 2.74, 2.72]}, **WEAK),

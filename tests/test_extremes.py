@@ -90,6 +90,7 @@ CASES = [("profile", name) for name in EXTREMES] + [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(("form", "extreme"), CASES)
 def test_a_figure_of_extreme_records_shows_all_it_draws(form, extreme):
@@ -111,6 +112,7 @@ def test_maps_of_extreme_numbers_have_a_scale_that_covers_them(values):
     assert figure.layout.height >= 14 * len(rows), "the words of neighbouring rows overlap"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [[0.0], [1.0] * 48, [-0.2, np.nan, 0.9], [0.5, 0.5 + 1e-9]])
 def test_lines_by_layer_beside_their_chance_show_all_that_they_draw(values):
     layers = range(len(values))

@@ -52,6 +52,7 @@ def test_both_spellings_of_the_type_are_read_and_weights_are_float32_unless_aske
     assert logging.is_progress_bar_enabled(), "as it was before"
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_directories_with_pickled_weights_open(tmp_path, sharded):

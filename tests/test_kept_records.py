@@ -63,6 +63,7 @@ def test_a_hooked_model_is_neither_remembered_nor_recalled(tiny):
     assert measure(model, "loss", ids)["value"][0] == clean
 
 
+@pytest.mark.slow
 def test_raising_a_version_measures_that_metric_again_and_not_its_neighbours(measured_runs, monkeypatch):
     run, names, measured = (
         measured_runs["transformer"],

@@ -166,6 +166,7 @@ def test_broken_weights_give_nan_and_no_crash(tiny):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_streamed_metrics_never_build_a_pattern(tiny):
     T, heads = 512, 4
     model = tiny(config={"n_ctx": T})

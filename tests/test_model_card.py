@@ -60,6 +60,7 @@ def test_a_copy_of_a_run_is_no_second_seed_of_the_card(runs, tmp_path):
     assert ", 2 |" in losses_text(Run.open(tmp_path / "a"), 8)
 
 
+@pytest.mark.slow
 def test_a_step_goes_up_with_its_card_and_opens_there(runs, tmp_path):
     run, hub = runs[0], Hub(tmp_path / "repo")
     (run.path / HARNESS).write_text(json.dumps(HARNESSED))

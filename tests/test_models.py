@@ -89,6 +89,7 @@ def test_every_hook_point_fires_once_with_its_positions_where_the_vocabulary_say
         assert axis is None or shape[axis] == 13, name
 
 
+@pytest.mark.slow
 def test_named_activations_exist_and_have_their_axes():
     """Each name's hook point stands in some architecture, with as many axes as it says."""
     shapes = {}
@@ -135,6 +136,7 @@ def test_a_run_in_inference_mode_leaves_the_model_trainable(tiny):
     model(torch.arange(6), return_type="loss").backward()
 
 
+@pytest.mark.slow
 @pytest.mark.fast(7)
 @pytest.mark.parametrize(
     ("architecture", "pickled"),

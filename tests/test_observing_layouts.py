@@ -32,6 +32,7 @@ def test_every_site_is_the_one_of_the_decoder_with_the_batch_first(pair, ids):
     assert decompose(theirs, ids, "logits", "value_path").error < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @torch.no_grad()
 @pytest.mark.parametrize("point", ["hook_resid_pre", "hook_mlp_out", "attn.own.hook_v"])

@@ -76,6 +76,7 @@ def hugging_face(kind, implementation):
     return large(transformers.LlamaForCausalLM(config))
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("kind", "implementation"), [("llama", "sdpa"), ("gpt2", "eager")])
 @torch.no_grad()

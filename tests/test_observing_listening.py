@@ -110,6 +110,7 @@ def halved(observed, ids):
         observed.run_with_cache(ids, names, return_type="loss")
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_function_call_leaves_nothing(ids):
     """A trace function raises at one call of the run after the other: an interrupt arrives at no other place in Python code."""
     observed = see(large(STRANGERS["F.softmax"]()), ids)
@@ -144,6 +145,7 @@ def test_an_interrupt_at_any_function_call_leaves_nothing(ids):
     assert kills > 10
 
 
+@pytest.mark.slow
 def test_real_interrupts_leave_nothing(ids):
 
     observed, before = see(large(STRANGERS["F.softmax"]()), ids), signal.getsignal(signal.SIGINT)

@@ -221,6 +221,7 @@ def test_a_mixture_is_told_wherever_it_is_made(name, ids):
         assert not torch.equal(observed(ids), logits), "own values are written where they are read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(UNMIXED)[::3])
 def test_values_that_are_normed_adapted_or_of_an_unseen_product_are_their_own(name, ids):
     observed = see(large(UNMIXED[name]()), ids)

@@ -79,6 +79,7 @@ def test_another_librarys_run_is_measured_once_and_kept(another, monkeypatch):
     assert len(workbench.measure(run, ["importance_entropy", "loss"], ids, steps="all")) == len(first)
 
 
+@pytest.mark.slow
 def test_steps_of_different_shapes_are_no_series(another, tmp_path):
     import transformers
 

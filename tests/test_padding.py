@@ -168,6 +168,7 @@ def warned(*args, **kwargs):
         return workbench.measure(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_documents_packed_in_a_row_equal_themselves_weighted_by_their_tokens(alone):
     row = torch.cat(documents()[:2])[None]
     document = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1]])

@@ -177,6 +177,7 @@ def test_a_foreign_module_by_hand(gpt, tmp_path):
     assert {"W_E", "W_pos", "W_U", "all"} <= set(rows(tmp_path / "r", "gradient_norm")["part"])
 
 
+@pytest.mark.slow
 def test_recording_changes_no_bit_of_the_training(gpt, tiny, tmp_path):
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
     weights = []
@@ -226,6 +227,7 @@ class Fetches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_record_is_fetched_once(tiny, tmp_path, monkeypatch):
     model, ids, fetched = tiny("resformer").train(), torch.randint(61, (2, 70)), []
     monkeypatch.setattr(StepRecord, "rows", lambda record: fetched.extend(map(len, record.pending.values())) or [])

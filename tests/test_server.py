@@ -88,6 +88,7 @@ def test_the_first_page_has_its_name_too_and_keeps_its_link(port):
     assert answer.getheader("Set-Cookie") is None or "z=1" not in answer.getheader("Set-Cookie")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     ["/static/../../../../etc/passwd", "/static/js/%2e%2e/%2e%2e/index.html", "//static/js", "/static/js/", "/static"],

@@ -101,6 +101,7 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
     pd.testing.assert_frame_equal(before, after, check_exact=False, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_study_measured_in_part_does_not_ship(trained, tmp_path, monkeypatch):
     root, study = trained
     really = collecting.measure
@@ -120,6 +121,7 @@ def test_a_study_measured_in_part_does_not_ship(trained, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_shipped_run_is_not_measured_and_not_trained_again(trained, evidence):
     _, study = trained
     job = plan(study, evidence / "small")[0]

@@ -207,6 +207,7 @@ def test_runs_that_changed_just_now_or_are_being_written_are_not_indexed(ask, se
     assert [run for run, metric in stored(ask.folder, "records") if not metric] == [entries[1].name]
 
 
+@pytest.mark.slow
 def test_an_indexed_run_that_changes_is_read_from_its_own_files_and_indexed_again(ask, settled):
     RecordCache(ask.folder).rows(settled())
     for turn, value in enumerate((7.0, 8.0)):

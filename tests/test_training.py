@@ -136,6 +136,7 @@ def test_architectures_of_one_seed_start_and_learn_from_the_same(tmp_path):
     assert len(set(first)) == RECIPE.steps
 
 
+@pytest.mark.slow
 def test_batches_are_a_function_of_seed_and_step(tmp_path):
     text = "\n\n".join(f"line {i} of the book says {i * i % 97} and nothing more than that" for i in range(1500))
     (tmp_path / "book.txt").write_text(text)
@@ -181,6 +182,7 @@ def test_what_is_written_down(uninterrupted):
     assert start(uninterrupted.path.parent).path == uninterrupted.path, "a finished run is not trained again"
 
 
+@pytest.mark.slow
 def test_precision_and_device_of_one_training_are_its_own(tmp_path, uninterrupted):
     half = start(tmp_path, recipe=RECIPE.replace(bf16=True))
     assert start(tmp_path, name="again").steps == [0, 8]

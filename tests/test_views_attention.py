@@ -69,6 +69,7 @@ def heat(drawing, i=0):
 # ---- the map of one head ----
 
 
+@pytest.mark.slow
 def test_the_map_is_the_models_pattern_and_its_future_is_blank(ask):
     z, expected = heat(drawn(ask, "weights", link(layer=1, head=1))), patterns(ask)[1, 1]
     past = np.tril(np.ones_like(expected, dtype=bool))
@@ -120,6 +121,7 @@ def test_models_that_read_other_tokens_are_not_subtracted(ask):
 # ---- all heads ----
 
 
+@pytest.mark.slow
 def test_numbers_of_a_head_stand_beside_evenly_spread_attention(ask):
     drawing, expected = drawn(ask, "numbers", compared()), patterns(ask)
     T = expected.shape[-1]
@@ -147,6 +149,7 @@ def test_time_lapse_plays_the_map_over_the_checkpoints(ask):
     assert np.nanmax(np.abs(first - last)) > 0.01
 
 
+@pytest.mark.slow
 def test_keys_of_one_layer_alone_can_be_chosen_where_a_layer_sees_several(ask):
     dashboard.run(ask.folder, "cross-s0", "cross_layer", 0, "text")
     of = link(a="cross-s0", layer=1, head=0)
@@ -243,6 +246,7 @@ def test_a_view_of_a_long_prompt_stays_below_half_a_megabyte(ask, options, exact
 # ---- other tokens, other words ----
 
 
+@pytest.mark.slow
 def test_a_query_of_a_is_held_in_b_only_where_both_read_the_same_tokens(ask):
     other = link(a="race-svformer-s0", compare=1, b="text-resformer-s0", prompt="qvzqvz", lock=2)
     choice, (a, b) = attention.seen(ask, other)

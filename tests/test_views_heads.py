@@ -98,6 +98,7 @@ def test_the_ranking_is_the_records_order_and_equal_heads_stand_by_run_layer_and
     assert lowest["name"].tolist()[4:7] == table["name"].tolist()[1:4]
 
 
+@pytest.mark.slow
 def test_compared_runs_alone_are_ranked_each_at_its_own_step(ask):
     link = "heads?compare=1&a=small-transformer-s0&b=small-transformer-s0&step=20&step_b=0&end=highest"
     table = only(ask, link, "ranking").table

@@ -67,6 +67,7 @@ def letters(source, name, **options):
     return drawn(source, name, a="race-svformer-s0", b="text-resformer-s0", compare=1, prompt="qvz", **options)
 
 
+@pytest.mark.slow
 def test_a_model_with_other_tokens_is_asked_after_the_same_text_or_left_out(source):
     table = letters(source, "predictions", position=1).table  # both have read "qv"
     a = drawn(source, "predictions", prompt="qv").table  # B alone, after its own last token

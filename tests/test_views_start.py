@@ -72,6 +72,7 @@ def test_every_shipped_figure_leads_to_its_runs_which_stand_below_those_of_the_f
     assert again.entries[-1] is known.entries[-1], "shipped runs are read once"
 
 
+@pytest.mark.slow
 def test_shipped_runs_of_an_experiment_that_the_folder_has_are_not_mixed_with_its_own(tmp_path, evidence):
     run = next(unpacked(SHIPPED / "evidence" / "induction").iterdir())
     shutil.copytree(run, tmp_path / "mine-s0")
@@ -112,6 +113,7 @@ def test_the_finding_is_told_at_the_rate_that_was_best_for_the_baseline(shipped)
     )
 
 
+@pytest.mark.slow
 def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
     found = main_result.finding(shipped, link("finding"))
     evidence, _ = stored(shipped.group(link("finding", set=found.group)))
