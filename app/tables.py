@@ -32,8 +32,12 @@ def rows_table(key: str, shown: pd.DataFrame, chosen: list[int], take: Callable[
 
 
 def number_columns(table: pd.DataFrame) -> dict[Any, Any]:
-    """The columns of a table with decimals, written with three significant digits; a mean has the decimals of its smallest `±`."""
-    formats = {c: "%.0f" if table[c].abs().max() >= 1000 else "%.3g" for c in table.select_dtypes("float")}
+    """Formats of columns with decimals: three significant digits, whole numbers from 1,000. A mean has the decimals of its smallest `±`."""
+    formats = dict[Any, str]()
+    for c in table.select_dtypes("float"):
+        largest, least = (float(x) for x in table[c].abs().replace(0, math.nan).agg(["max", "min"]))
+        digits = len(f"{largest:.0f}") if 1000 <= largest < math.inf else 3  # else 0.3 beside 2,000 would be shown as 0
+        formats[c] = "%.0f" if largest >= 1000 and least >= 10 else f"%.{digits}g"
     for half in (c for c in formats if " ± " in str(c) and (table[c] > 0).any()):
         decimals = max(0, 1 - math.floor(math.log10(table[half].where(table[half] > 0).min())))
         formats |= dict.fromkeys((half, str(half).partition(" ± ")[0]), f"%.{decimals}f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -150,6 +151,8 @@ def test_a_mean_has_as_many_decimals_as_its_interval():
         "loss ± 95 %": "%.3f",
         "rate": "%.3g",
     }
+    columns = number_columns(pd.DataFrame({"mixed": [2049.5, 0.31], "large": [2049.5, 20.0], "none": [math.nan] * 2}))
+    assert [column["type_config"]["format"] for column in columns.values()] == ["%.4g", "%.0f", "%.3g"]
 
 
 def test_a_running_demo_says_how_far_it_is_and_a_stopped_one_how_to_go_on(page, folders, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 
 import pandas as pd
@@ -55,6 +56,13 @@ def test_a_table_on_a_terminal_breaks_no_number_and_has_constants_in_a_caption(m
     assert "... 10 more of 70 rows" in text
 
 
+def test_a_caption_names_only_what_is_equal_in_all_rows_and_digits(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "console", Console(file=screen, force_terminal=True, color_system=None, width=80))
+    console.print_table([{"run": "a" if i < 65 else "b", "kind": "x", "p": 0.1 + i * 1e-9, "i": i} for i in range(70)])
+    assert screen.getvalue().splitlines()[0] == "kind x"
+
+
 def test_a_table_in_a_pipe_is_tsv_with_all_rows(capsys):
     frame = pd.DataFrame(ROWS).assign(provenance='{"code": "a"}')
     console.print_table(frame)
@@ -63,3 +71,7 @@ def test_a_table_in_a_pipe_is_tsv_with_all_rows(capsys):
     assert [float(line[3]) for line in lines[1:]] == [row["value"] for row in ROWS]
     console.print_json(frame)
     assert json.loads(capsys.readouterr().out)[0]["provenance"] == {"code": "a"}
+    console.print_json(pd.DataFrame({"p": [1.25e-13, -math.inf, math.nan], "each": [[math.nan, math.inf], [], ()]}))
+    text = capsys.readouterr().out
+    assert text == '[{"p": 1.25e-13, "each": [null, 1e999]}, {"p": -1e999, "each": []}, {"p": null, "each": []}]\n'
+    assert json.loads(text)[1]["p"] == -math.inf

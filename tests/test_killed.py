@@ -53,6 +53,8 @@ def killed(process, runs, how, least):
 def test_time_left_does_not_count_what_was_there_already():
     """Two steps that really ran took 3 s on average; the hundredths of a second of the others say nothing of the rest."""
     assert time_left([0.01, 2.0, 0.02, 4.0], 5) == 15.0
+    assert time_left([30.0, 1.0, 1.5], 4) == 5.0, "the first piece loads the libraries and the model"
+    assert time_left([1.0, 50.0, *[2.0] * 8], 4) == 8.0
     assert time_left([2.0], 0) is None
     assert time_left([], 3) is None
 

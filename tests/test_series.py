@@ -12,7 +12,7 @@ from foreign import IDS, nanogpt, same
 from transformers import AutoModelForCausalLM  # fmt: skip
 
 import workbench
-from workbench.checkpoints.paths import CONFIG, series
+from workbench.checkpoints.paths import CONFIG, series, step_in_name
 from workbench.errors import ArchitectureAssumed, BadCheckpoint, WorkbenchError
 from workbench.runs.checkpoint_import import import_run
 from workbench.runs.run import list_runs
@@ -63,6 +63,15 @@ def test_two_checkpoints_of_one_step_are_refused(trained):
     (trained / "final.pt").write_bytes(b"")
     with pytest.raises(BadCheckpoint, match=r"final\.pt does not name its step"):
         series(f"{trained}/*.pt")
+
+
+@pytest.mark.parametrize("name", ["step_10k", "step_2.5M", "ckpt-50b_tokens"])
+def test_a_step_with_a_unit_is_refused_and_not_cut_to_its_number(trained, name):
+    shutil.copy(trained / "ckpt_20.pt", trained / f"{name}.pt")
+    with pytest.raises(BadCheckpoint, match=rf"{name}\.pt: the step has a unit or is rounded"):
+        series(trained)
+    assert step_in_name(trained / f"{name}.pt") is None
+    assert step_in_name(trained / "model_7b.pt") is None
 
 
 def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, tiny):

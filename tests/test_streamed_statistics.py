@@ -9,6 +9,7 @@ from hooked import WIDE, grouped, listening, tokens
 from workbench.errors import WorkbenchError
 from workbench.hook_names import STATISTICS, is_statistic
 from workbench.kernels import attention_reference
+from workbench.measurement.measuring import measure
 
 
 def softmax_of(scores):
@@ -142,3 +143,15 @@ def test_mixed_precision_runs_with_every_hook(any_architecture, tiny):
     assert (half - plain).abs().mean() < 0.1 * plain.abs().mean()
     assert loss.isfinite()
     assert grads["blocks.0.attn.hook_v"].abs().max() > 0
+
+
+def test_a_probe_counts_the_documents_of_its_error(tiny):
+    """Of 80 documents, 64 are drawn and two of eight are held out, in three splits and in one; the estimate holds out 16."""
+    ids = torch.randint(0, 12, (80, 8), generator=torch.Generator().manual_seed(0))
+    names = ["token_probe", "token_probe_streamed", "head_rank"]
+    rows = measure(tiny("mqa"), names, ids, sites=dict.fromkeys(names, ("v",)))
+    rows = rows.assign(control=rows["control"].fillna(""))
+    counts = {key: set(part) for key, part in rows.groupby(["metric", "control"])["n"]}
+    once = {("token_probe", name): {16} for name in ("shifted", "random_labels")}
+    streamed = {("token_probe_streamed", name): {16} for name in ("", "shifted")}
+    assert counts == {("token_probe", ""): {48}, ("head_rank", ""): {80}, **once, **streamed}

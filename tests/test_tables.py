@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pandas as pd
@@ -15,6 +16,7 @@ import workbench
 from workbench.errors import BadData, UnknownName
 from workbench.measurement.measuring import measure
 from workbench.runs.catalogue import catalogue
+from workbench.runs.records import typed
 from workbench.runs.tables import as_frame, latex_table, markdown_table, read_records, write_table_as
 from workbench.statistics.intervals import confidence, group_intervals
 
@@ -47,10 +49,17 @@ def test_records_go_to_arrow_and_come_back_and_a_figure_takes_both(frame):
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".csv", ".json"])
 def test_a_file_of_every_ending_holds_the_same_records(frame, tmp_path, ending):
     out = tmp_path / f"records{ending}"
+    odd = {
+        "run": ["007", "NA"],
+        "variant": ["0.50", None],
+        "value": [-1.2345678901e-11, math.inf],
+        "se": [3e-17, math.nan],
+    }
+    frame = typed(pd.concat([frame, frame[:2].assign(**odd)], ignore_index=True))  # as texts and in all digits
     write_table_as(frame, out)
     again = read_records(out)
-    assert again["value"].tolist() == pytest.approx(frame["value"].tolist(), rel=1e-12)
-    for column in ("metric", "layer", "step", "unit", "provenance"):
+    assert again["value"].tolist() == frame["value"].tolist()
+    for column in ("run", "variant", "se", "metric", "layer", "step", "unit", "provenance"):
         assert again[column].dtype == frame[column].dtype
         assert again[column].isna().tolist() == frame[column].isna().tolist()
         assert again[column].dropna().tolist() == frame[column].dropna().tolist()
@@ -147,3 +156,10 @@ def test_means_by_group_count_each_seed_once_and_name_their_interval():
     assert grouped["other, seeds"].tolist() == [0, 1]
     none = group_intervals(table.head(0), ["model"], ["loss", "other"])
     assert none.columns.tolist() == grouped.columns.tolist()
+
+
+def test_numbers_that_are_equal_only_when_rounded_stay_in_the_table():
+    text = latex_table(pd.DataFrame({"run": ["a", "b"], "loss": [0.12340001, 0.12340002], "n": [8, 8]}))
+    assert r"\caption{Equal in all rows: n: 8.}" in text
+    assert "a & 0.1234" in text
+    assert "b & 0.1234" in text

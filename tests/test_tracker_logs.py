@@ -1,8 +1,10 @@
 """Files of W&B, TensorBoard and MLflow become runs without weights, as text logs do."""
 
 import json
+import math
 import sqlite3
 import struct
+import sys
 import zlib
 from contextlib import closing
 
@@ -53,6 +55,61 @@ def test_parts_of_a_tensorboard_run_are_one_run(tmp_path):
     }  # fmt: skip
 
 
+def event_file(folder, values, **options):
+    """Write each (tag, value, step) to a new event file of a folder, and return its open writer."""
+    writer = pytest.importorskip("tensorboardX", reason="extra tensorboard").SummaryWriter(str(folder), **options)
+    for tag, value, step in values:
+        writer.add_scalar(tag, value, step)
+    writer.flush()
+    return writer
+
+
+def imported(place, tmp_path):
+    """{run: {quantity: {step: value}}} of a folder of logs."""
+    runs = import_logs([place], tmp_path / "runs", name=place.name).runs
+    tables = {run.info["log"]["name"]: run.telemetry().groupby("metric") for run in runs}
+    return {
+        name: {metric: dict(zip(t["step"], t["value"], strict=True)) for metric, t in table}
+        for name, table in tables.items()
+    }
+
+
+def test_results_beside_hyperparameters_are_no_run_and_groups_of_scalars_are_parts_of_theirs(tmp_path):
+    with event_file(tmp_path / "tb" / "base", [("lr", 0.5, 10)]) as writer:
+        writer.add_hparams({"lr": 0.5}, {"val_loss": 2.5})  # a file of its own, with step 0
+        writer.add_scalars("loss", {"train": 3.0, "val": 3.5}, 10)  # the folders loss/train and loss/val
+        writer.add_scalars("lr", {"embed": 0.25, "rest": 0.5}, 10)  # two groups in lr/embed and lr/rest, no runs
+    expected = {"learning_rate": {10: 0.5}, "train_loss": {10: 3.0}, "validation_loss": {10: 3.5}}
+    assert imported(tmp_path / "tb", tmp_path) == {"base": expected}
+
+
+def test_a_restart_of_the_writer_voids_later_numbers_and_two_writers_at_once_are_refused(tmp_path):
+    first = [("train/loss", 3.0, 0), ("train/loss", 2.0, 40), ("val/loss", 2.5, 20), ("val/loss", 2.0, 50)]
+    event_file(tmp_path / "a", first).close()
+    event_file(tmp_path / "a", [("train/loss", 1.0, 35)], purge_step=30, filename_suffix=".b").close()
+    assert imported(tmp_path / "a", tmp_path) == {"a": {"train_loss": {0: 3.0, 35: 1.0}, "validation_loss": {20: 2.5}}}
+    with event_file(tmp_path / "b", [("loss", 3.0, 0)]) as writer:
+        event_file(tmp_path / "b", [("loss", 4.0, 0)], filename_suffix=".rank1").close()
+        writer.add_scalar("loss", 2.5, 9)
+    with pytest.raises(BadData, match="have loss of the same time"):
+        imported(tmp_path / "b", tmp_path)
+
+
+def test_scalars_of_one_run_from_tensorboards_page_are_one_run(tmp_path):
+    for name, values in {"train_loss": {0: 3.0, 9: 2.0}, "val_loss": {0: 3.5, 5: 3.0, 9: 2.5}}.items():
+        rows = "".join(f"1.5,{step},{value}\n" for step, value in values.items())
+        written(tmp_path / "csv" / f"run-a-tag-{name}.csv", "Wall time,Step,Value\n" + rows)
+    expected = {"train_loss": {0: 3.0, 9: 2.0}, "validation_loss": {0: 3.5, 5: 3.0, 9: 2.5}}
+    assert imported(tmp_path / "csv", tmp_path) == {"run-a": expected}
+
+
+def test_a_quantity_that_counts_epochs_beside_steps_is_left_out(tmp_path):
+    steps, epochs = range(0, 200, 20), range(1, 4)
+    values = [("train/loss", 3.0, step) for step in steps] + [("val/loss", 2.0, epoch) for epoch in epochs]
+    event_file(tmp_path / "tb", values).close()
+    assert imported(tmp_path / "tb", tmp_path) == {"tb": {"train_loss": dict.fromkeys(steps, 3.0)}}
+
+
 def test_mlflow_folders_are_one_run(tmp_path):
     run = tmp_path / "mlruns" / "1" / "abc"
     written(run / "meta.yaml", "run_id: abc\n")
@@ -73,22 +130,53 @@ def test_mlflow_runs_have_the_names_of_their_experiments_in_both_stores(tmp_path
     for folder, meta in text.items():
         written(tmp_path / "mlruns" / folder / "meta.yaml", meta)
     for run in ("abc", "old"):
-        written(tmp_path / "mlruns" / "1" / run / "metrics" / "loss", "17 4.5 0\n18 nan 100\n")
+        written(tmp_path / "mlruns" / "1" / run / "metrics" / "loss", "17 4.5 0\n18 nan 100\n19 inf 200\n")
         written(tmp_path / "mlruns" / "1" / run / "artifacts" / "out.log", "step 5 loss 2.0\n")
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
         store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT)")
         store.execute("CREATE TABLE runs (run_uuid TEXT, name TEXT, experiment_id INTEGER, lifecycle_stage TEXT)")
+        store.execute("CREATE TABLE params (key TEXT, value TEXT, run_uuid TEXT)")
+        store.executemany("INSERT INTO params VALUES ('lr', ?, ?)", [("0.1", "abc"), ("0.2", "old")])
         store.execute("CREATE TABLE metrics (key TEXT, value REAL, timestamp INT, run_uuid TEXT, step INT, is_nan INT)")
         store.execute("INSERT INTO experiments VALUES (1, 'Own ''name''')")
         store.executemany("INSERT INTO runs VALUES (?, 'base', 1, ?)", [("abc", "active"), ("old", "deleted")])
         rows = [
-            ("loss", v, 17, run, step, nan) for run in ("abc", "old") for v, step, nan in ((4.5, 0, 0), (0, 100, 1))
+            ("loss", v, 17, run, step, nan)
+            for run in ("abc", "old")
+            for v, step, nan in ((4.5, 0, 0), (0, 100, 1), (sys.float_info.max, 200, 0))
         ]
         store.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
     for store in ("mlruns", "mlflow.db"):
         (run,) = import_logs([tmp_path / store], tmp_path / "runs", name=f"of-{store}").runs
         assert (run.architecture, run.info["log"]["name"]) == ("Own 'name'", "base abc")
-        assert run.telemetry()["value"].isna().tolist() == [False, True], "MLflow stores 0 in place of NaN"
+        values = run.telemetry()["value"].tolist()  # MLflow stores 0 for NaN and the largest float for infinity
+        assert values == pytest.approx([4.5, math.nan, math.inf], nan_ok=True)
+
+
+def test_runs_of_one_setting_that_differ_in_a_hyperparameter_are_pointed_out(tmp_path):
+    for run, rate in {"a": "0.001", "b": "0.0003", "c": "0.001"}.items():
+        folder = tmp_path / "mlruns" / "1" / run
+        written(folder / "meta.yaml", f"run_id: {run}\nexperiment_id: '1'\n")
+        written(folder / "metrics" / "loss", f"17 4.{ord(run)} 0\n")
+        for name, value in {"lr": rate, "seed": run, "output_dir": run, "width": "64"}.items():
+            written(folder / "params" / name, value)
+    notes = import_logs([tmp_path / "mlruns"], tmp_path / "runs", name="m").notes
+    assert sum("its 3 runs differ in lr but count as seeds" in note for note in notes) == 1
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="extra wandb").Record
+    for run in "ab":
+        config = {
+            "update": [
+                {"key": "lr", "value_json": "0.1"},
+                {"nested_key": ["model", "width"], "value_json": str(ord(run))},
+            ]
+        }
+        records = [Record(run={"run_id": run, "run_group": "base", "config": config})]
+        records.append(
+            Record(history={"item": [{"key": "loss", "value_json": f"{ord(run)}"}, {"key": "step", "value_json": "1"}]})
+        )
+        wandb_file(tmp_path / "wandb" / f"run-20260101_000000-{run}" / f"run-{run}.wandb", records)
+    notes = import_logs([tmp_path / "wandb"], tmp_path / "runs", name="w").notes
+    assert sum("base: its 2 runs differ in model.width but count as seeds" in note for note in notes) == 1
 
 
 def wandb_file(path, records):
@@ -124,3 +212,66 @@ def test_a_wandb_file_is_one_run_without_its_console_output(tmp_path):
     assert one(written(file, whole[:-9]))["train_loss"] == {0: 3.0, 10: 2.0}, "the last record is cut off"
     with pytest.raises(BadData, match="damaged at byte"):
         one(written(file, whole[:-9] + b"123456789"))
+
+
+def test_a_resumed_wandb_run_is_one_run_and_steps_that_begin_again_in_each_epoch_are_refused(tmp_path):
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="extra wandb").Record
+
+    def folder(name, rows, *names):
+        records = [Record(run={"run_id": "my-run", "display_name": name}) for name in names]
+        items = [[{"key": key, "value_json": json.dumps(value)} for key, value in row.items()] for row in rows]
+        history = [Record(history={"item": item}) for item in items]
+        wandb_file(tmp_path / "wandb" / name / "run-my-run.wandb", [records[0], *history, *records[1:]])
+
+    folder(
+        "offline-run-20260101_000000-my-run", [{"loss": 3.0, "step": 0}, {"loss": 2.0, "step": 9}], "", "named later"
+    )
+    folder("offline-run-20260101_000000-my-run-1", [{"loss": 1.0, "step": 5}, {"loss": 0.5, "step": 10}], "")
+    written(tmp_path / "wandb" / "offline-run-20260101_000000-my-run-1" / "files" / "output.log", "step 5 loss 9.0\n")
+    expected = {"named later my-run": {"train_loss": {0: 3.0, 5: 1.0, 10: 0.5}}}
+    assert imported(tmp_path / "wandb", tmp_path) == expected
+    rows = [{"loss": 3.0, "step": step, "epoch": epoch} for epoch in (0, 1) for step in (0, 9)]
+    folder("run-20260102_000000-x", rows, "x")
+    with pytest.raises(BadData, match="begin again in epoch 1"):
+        imported(tmp_path / "wandb" / "run-20260102_000000-x", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lr", "width", "dataset", "rank"])
+def test_parts_of_a_table_that_a_column_tells_apart_are_no_seeds(tmp_path, name):
+    rows = [f"{value},{step},{3 - value},{step}" for value in (1, 2) for step in (0, 10, 20)]
+    file = written(tmp_path / "a.csv", f"{name},step,val_loss,seconds\n" + "\n".join(rows) + "\n")
+    with pytest.raises(BadData, match=f"begin again where {name} changes"):
+        curves(file)
+    descending = written(tmp_path / "b.csv", f"{name},step,val_loss\n3,20,1\n2,10,2\n1,0,3\n")
+    assert one(descending)["validation_loss"] == {0: 3.0, 10: 2.0, 20: 1.0}
+
+
+def test_runs_of_one_name_are_kept_apart_by_their_seed(tmp_path):
+    rows = [f"base,{seed},{step},{seed + 2}" for step in (0, 10) for seed in (0, 1)]
+    runs, _ = curves(written(tmp_path / "a.csv", "run,seed,step,val_loss\n" + "\n".join(rows) + "\n"))
+    assert runs == [{"validation_loss": {0: 2.0, 10: 2.0}}, {"validation_loss": {0: 3.0, 10: 3.0}}]
+
+
+def test_nan_in_place_of_an_empty_cell_is_no_number_and_nan_of_a_broken_run_is(tmp_path):
+    table = "step,train_loss,val_loss\n0,3.0,nan\n10,nan,3.5\n20,2.0,nan\n30,nan,2.5\n40,nan,nan\n"
+    run = one(written(tmp_path / "a.csv", table))
+    assert {step: value for step, value in run["train_loss"].items() if value == value} == {0: 3.0, 20: 2.0}
+    assert {name: list(curve) for name, curve in run.items()} == {
+        "train_loss": [0, 20, 40],
+        "validation_loss": [10, 30, 40],
+    }
+
+
+def test_a_training_loss_summed_over_micro_batches_is_pointed_out(tmp_path):
+    for factor, told in ((8.1, True), (1.2, False)):
+        rows = "".join(f"{step},{factor * (3 - step / 10)},{3 - step / 10}\n" for step in range(5))
+        _, numbers = curves(written(tmp_path / "a.csv", "step,train_loss,val_loss\n" + rows))
+        assert any("train_loss is about 8.1 times validation_loss" in note for note in numbers.notes) == told
+
+
+def test_json_lines_have_one_counter_of_steps(tmp_path):
+    rows = [{"_step": 0, "lr": 0.5}]
+    rows += [{"_step": i + 1, "trainer/global_step": 100 * i, "train/loss": 3.0 - i} for i in range(3)]
+    rows += [{"_step": 4, "system": 1.0}, {"_step": 5, "trainer/global_step": 300, "train/loss": 0.5}]
+    file = written(tmp_path / "history.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
+    assert one(file) == {"train_loss": {0: 3.0, 100: 2.0, 200: 1.0, 300: 0.5}}

@@ -285,6 +285,7 @@ def test_tables_of_lightning_and_wandb_have_holes_and_a_column_for_each_run(tmp_
         "base": [3.5, 3.2],
         "vr": [3.4],
     }
+    assert any("counts calls of `log`" in note for note in numbers.notes), "as an exported chart names it"
     history, numbers = curves(written(tmp_path / "h.csv", "_step,train/global_step,train/loss\n0,100,3.0\n1,200,2.9\n"))
     assert history[0]["train_loss"] == {100: 3.0, 200: 2.9}, "W&B's own count is no optimiser step"
     scalar = one(written(tmp_path / "run-a-tag-val_loss.csv", "Wall time,Step,Value\n1.5,7,3.25\n"))

@@ -9,6 +9,7 @@ import test_cli
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.file_io import read_json, write_json
+from workbench.runs.log_import import import_logs
 from workbench.runs.records import records, write_parquet
 from workbench.views import Link, Source, depth, start_runs
 from workbench.views.source import facets
@@ -84,3 +85,21 @@ def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_
     assert done.returncode == 0, done.stderr
     assert r"\toprule" in (tmp_path / "t.tex").read_text()
     assert "has no seeds" in test_cli.run("list", "metrics", "--by", "model").stderr
+
+
+def test_a_log_whose_validation_ended_before_its_training_has_no_final_loss(tmp_path):
+    """Evaluated at 0 and 50 of 100 steps, at 0 alone, at the end, and at 96, which is less than an interval before the end."""
+    logs = {
+        "early": {0: 4.0, 50: 3.0},
+        "start": {0: 4.5},
+        "end": {0: 4.0, 50: 3.0, 100: 2.0},
+        "near": {0: 4.0, 48: 3.0, 96: 2.5},
+    }
+    for i, (name, losses) in enumerate(logs.items()):
+        rows = "".join(f"{step},{9 - i},{losses.get(step, '')}\n" for step in range(0, 101, 2))
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / f"{name}.csv").write_text("step,train_loss,val_loss\n" + rows)
+    runs = import_logs([tmp_path / "logs"], tmp_path / "runs", name="x").runs
+    names = {run.name: run.info["log"]["name"].removesuffix(".csv") for run in runs}
+    table = start_runs.runs_table(Source(tmp_path / "runs")).dropna(subset="final loss")
+    assert dict(zip(table["run"].map(names), table["final loss"], strict=True)) == {"end": 2.0, "near": 2.5}

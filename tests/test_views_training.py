@@ -12,7 +12,7 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.file_io import write_json
-from workbench.plots.training import at_step, curve_difference, curves, matrices, thinned
+from workbench.plots.training import at_step, curve_difference, curves, matrices, on_tokens, thinned
 from workbench.runs.records import records, write_parquet
 from workbench.views import Link, Source, training
 
@@ -43,6 +43,25 @@ def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
     assert row["n"] == 8
     assert row["data"] == "mean of prose, python"
     assert trace(drawing.figure, "ResFormer").y[-1] == pytest.approx(2.6 + 0.01 * 0.5 - 0.05 * 0.5)
+
+
+def test_a_step_without_every_domain_of_its_run_has_no_mean():
+    """`a` is evaluated at 0, 10 and 20 and `b` at 0 and 20, so step 10 would be the loss of `a` alone; another run has `a` only."""
+    losses = {"both": {"a": {0: 4.0, 10: 3.0, 20: 2.0}, "b": {0: 6.0, 20: 4.0}}, "one": {"a": {10: 3.5}}}
+    rows = [
+        {"run": run, "metric": "validation_loss", "data": data, "step": step, "value": value}
+        for run, domains in losses.items()
+        for data, values in domains.items()
+        for step, value in values.items()
+    ]
+    means = training.mean_of_domains(records(rows))
+    assert means[["run", "step", "value"]].to_numpy().tolist() == [
+        ["both", 0, 5.0],
+        ["both", 20, 3.0],
+        ["one", 10, 3.5],
+    ]
+    with pytest.raises(WorkbenchError, match="no step has a loss of every domain"):
+        training.mean_of_domains(records([{**rows[0], "step": 5}, rows[4]]))
 
 
 def test_the_relative_loss_subtracts_the_vanilla_model_of_the_same_seed(ask):
@@ -88,6 +107,42 @@ def test_losses_stand_over_tokens(ask):
     assert list(trace(figure, "ResFormer").x) == [0, 10 * 2 * 16]  # a batch of 2 sequences of 16 tokens
     assert figure.layout.xaxis.title.text == "tokens read in training"
     assert "tokens" in trace(figure, "ResFormer").hovertemplate
+    table = pd.DataFrame(
+        {
+            "step": range(0, 700 * 32, 32),
+            "value": 1.0,
+            "run": "a",
+            "architecture": "transformer",
+            "metric": "train_loss",
+        }
+    )
+    figure = curves([records(table.to_dict("records"))], title="", smooth=3)
+    under = on_tokens(figure).layout.title.subtitle.text
+    assert "running mean over 114 tokens (3 records)" in under, "(700 - 1) * 32 tokens are 600 points of 38"
+    assert "each point the mean of all records within 38 tokens" in under
+    drawing = drawn(ask, training.validation_loss, x="tokens", compare=1, b=B)
+    minus = drawing.table[drawing.table["run"].str.startswith("A − B")]
+    assert minus.groupby("seed")["tokens"].agg(list).to_dict() == {0: [0, 320], 1: [0, 320]}, "of every pair of seeds"
+    assert (drawing.table["tokens"] == 32 * drawing.table["step"]).all(), "the numbers have both"
+    assert drawing.sentence == "A − B at 320 tokens: 0.2 nats, mean over 2 paired seeds."
+
+
+def test_a_running_mean_is_over_the_records_of_each_run():
+    """Seed 0 logs 0, 3, 0, 3, ... at 0, 10, 20, ... and seed 1 logs 1 at steps between; three of seed 0's records average 1 or 2."""
+    rows = [{"run": "a", "seed": 0, "step": 10 * i, "value": 3.0 * (i % 2)} for i in range(7)]
+    rows += [{"run": "b", "seed": 1, "step": 10 * i + 5, "value": 1.0} for i in range(7)]
+    same = {"architecture": "transformer", "metric": "train_loss", "unit": "nats"}
+    figure = curves([records([same | row for row in rows])], title="", smooth=3)
+    curve = trace(figure, "Transformer")
+    assert dict(zip(curve.x, curve.y, strict=True)) == pytest.approx(
+        {0: 1.5, 10: 1, 20: 2, 30: 1, 40: 2, 50: 1, 60: 1.5} | {10 * i + 5: 1 for i in range(7)}
+    )
+    assert "running mean over 30 steps (3 records)" in figure.layout.title.subtitle.text
+    slow = [{"run": "b", "seed": 1, "step": 50 * i, "value": 1.0} for i in range(3)]
+    figure = curves([records([same | row for row in rows[:7] + slow])], title="", smooth=3)
+    assert "running mean over 3 records each" in figure.layout.title.subtitle.text.replace("<br>", " ")
+    figure = on_tokens(figure.update_layout(title_subtitle_text="mean over 4096<br>steps"))
+    assert figure.layout.title.subtitle.text == "mean over 4,096<br>tokens"
 
 
 # ---- gradients and coefficients ----

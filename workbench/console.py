@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -43,7 +44,8 @@ def print_table(rows: Any) -> None:
             print("\t".join("" if _missing(row[name]) else " ".join(str(row[name]).split()) for name in names))
         return
     cells = {name: [_cell(row[name]) for row in rows[:ROWS]] for name in names}
-    constant = [name for name in names if name not in ("value", "se") and len(rows) > 1 and len(set(cells[name])) == 1]
+    several = [name for name in names if name not in ("value", "se") and len(rows) > 1]
+    constant = [name for name in several if len({str(row[name]) for row in rows}) == 1]  # in all rows and digits
     numeric = [name for name in names if all(_missing(row[name]) or isinstance(row[name], int | float) for row in rows)]
     if caption := ", ".join(f"{name} {cells[name][0]}" for name in constant if cells[name][0]):
         say(caption)
@@ -75,13 +77,28 @@ def _parts(cells: Mapping[str, Sequence[str]], names: Sequence[str], numeric: Se
     return parts
 
 
+def json_rows(rows: Any) -> Any:
+    """Return a data frame or a list of rows as dictionaries, with None for missing values, also inside lists."""
+    value = rows.to_dict("records") if hasattr(rows, "to_dict") else rows.tolist() if hasattr(rows, "tolist") else rows
+    if isinstance(value, Mapping):
+        return {name: json_rows(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_rows(inner) for inner in value]
+    return None if _missing(value) else value
+
+
+def json_text(value: Any) -> str:
+    """Return JSON with all digits of the numbers; infinity is 1e999, which programs read as infinity."""
+    return re.sub(r"(?<=[ \[])(-?)Infinity(?=[,}\]])", r"\g<1>1e999", json.dumps(json_rows(value), default=str))
+
+
 def print_json(rows: Any) -> None:
     """Print a data frame or a list of rows as a JSON array; each row's provenance is an object."""
-    listed = json.loads(rows.to_json(orient="records")) if hasattr(rows, "to_json") else rows
+    listed = json_rows(rows)
     for row in listed:
         if isinstance(row.get("provenance"), str):
             row["provenance"] = json.loads(row["provenance"] or "{}")
-    print(json.dumps(listed, default=str))
+    print(json_text(listed))
 
 
 def notebook_html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
@@ -95,7 +112,9 @@ def notebook_html(title: str, facts: Mapping[str, Any], *parts: str) -> str:
 
 
 def _missing(value: Any) -> bool:
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
+    return (
+        value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)
+    )
 
 
 def _cell(value: Any) -> str:
@@ -136,7 +155,7 @@ class Task:
             self.done, self.last, self._left = done, now, None
         if (more := done - self.done) > 0:
             self._took += [(now - self.last) / more] * more
-        if more > 0 or left is not None:
+        if more > 0 or left is not None or not (done or self.total):  # the first call ends the preparation
             self.last, self._left = now, left
         self.done, self.total, self.what = done, total or self.total, what
 
@@ -213,6 +232,10 @@ def _bar(task: Task) -> Iterator[None]:
 
 
 def time_left(took: Sequence[float], more: int) -> float | None:
-    """Estimate the seconds of `more` pieces from the durations so far; those that took no time existed already."""
-    real = [seconds for seconds in took if seconds >= max(took) / 10]
+    """Estimate the seconds of `more` pieces from the durations so far; pieces without a duration existed already.
+
+    Only the latest eight count, as the first pieces include the loading of libraries and models.
+    """
+    later = (took[1:] or took)[-8:]
+    real = [seconds for seconds in later if seconds >= max(later) / 10]
     return more * sum(real) / len(real) if real and more else None

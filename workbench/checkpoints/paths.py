@@ -30,7 +30,8 @@ LOG_ONLY = "was imported from a training log: it has no weights and no known mod
 RECORDING = "was recorded in another training loop and holds no checkpoints"
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 OTHERS = re.compile(r"optim|optimizer|scheduler|rng_state|scaler|training_args", re.I)
-STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?!.*\d)", re.I)
+STEP = re.compile(r"(?:step|iter|itr|checkpoint|ckpt|model|epoch=\d+-step)[-_=]?(\d+)(?![a-z\d])(?!.*\d)", re.I)
+UNIT = re.compile(r"(?:step|iter|itr|checkpoint|ckpt)[-_=]?\d+(?:\.\d+)?[a-z]", re.I)  # step_10k, step50b_tokens
 WITHOUT = "without weights: its numbers can be looked at, and `workbench study` trains it anew"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
 SHARDS = {  # files of other libraries -> what they are, and the command that converts them
@@ -207,6 +208,10 @@ def series(where: str | Path, revision: str = "") -> list[tuple[int, Path]]:
             checkpoints = [(int(n[1]), path) for ref, path in hub.revisions(text).items() if (n := STEP.search(ref))]
     elif (folder := Path(where)).is_dir():
         refuse_shards(folder)
+        if with_unit := [p for p in sorted(folder.iterdir()) if UNIT.search(p.stem) and is_checkpoint(p)]:
+            raise BadCheckpoint(
+                f"{with_unit[0]}: the step has a unit or is rounded; give a pattern with a (?P<step>...) group"
+            )
         checkpoints = [(s, p) for p in folder.iterdir() if (s := step_in_name(p)) is not None and is_checkpoint(p)]
     else:
         raise BadCheckpoint(f"{where} is no folder, no glob and no pattern with a (?P<step>...) group")

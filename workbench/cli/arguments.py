@@ -267,10 +267,10 @@ def key_values(pairs: list[str] | None, kind: str) -> dict[str, Any]:
 
 def print_result(as_json: bool, line: str, **facts: Any) -> None:
     """Print a result as one line, or its facts as a JSON object."""
-    from workbench.console import say
+    from workbench.console import json_text, say
 
     if as_json:
-        print(json.dumps(facts, default=str))
+        print(json_text(facts))
     else:
         say(line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -110,7 +109,7 @@ def coefficients_command(
     Known are the names of our architectures, nanochat, modded-nanogpt and Kimi K3. From a URL only the needed bytes are fetched.
     """
     from workbench.checkpoints.coefficients import read_coefficients
-    from workbench.console import note, print_table
+    from workbench.console import json_rows, note, print_table
     from workbench.runs.tables import refuse_ending, write_table_as
 
     refuse_ending(out)
@@ -120,9 +119,13 @@ def coefficients_command(
     elif not as_json:
         print_table(result.frame)
     line = f"{result.layout}: {len(result.frame)} numbers, {result.bytes_read:,} bytes read"
-    rows = json.loads(result.frame.to_json(orient="records"))
     print_result(
-        as_json, line, layout=result.layout, bytes_read=result.bytes_read, notes=result.notes, coefficients=rows
+        as_json,
+        line,
+        layout=result.layout,
+        bytes_read=result.bytes_read,
+        notes=result.notes,
+        coefficients=json_rows(result.frame),
     )
     for text in () if as_json else result.notes:
         note(text)

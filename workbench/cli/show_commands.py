@@ -71,9 +71,7 @@ def diff_command(
     as_json: Json = False,
 ) -> None:
     """Show only what differs: settings, weights by matrix and direction, and stored measures over seeds."""
-    import json
-
-    from workbench.console import note, print_table, progress, say
+    from workbench.console import json_rows, json_text, note, print_table, progress, say
     from workbench.errors import refuse_unknown
     from workbench.reports.differences import TABLES, diff
     from workbench.runs.tables import refuse_ending, write_table_as
@@ -90,8 +88,8 @@ def diff_command(
         write_table_as(tables[str(only)], out)
         print_result(as_json, f"{only}: {out}", table=out, notes=result.notes)
     elif as_json:
-        listed = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
-        print(json.dumps(listed | {"notes": result.notes}))
+        listed = {name: json_rows(table) for name, table in tables.items()}
+        print(json_text(listed | {"notes": result.notes}))
     else:
         for name, table in tables.items():
             if only is None:

@@ -347,7 +347,7 @@ def record_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator
         axes = _axes(reduction, layer, n_layers) | {"control": reduction.control, "unit": unit}
         if reduction.metric.form == "accumulated":
             used = parts[: len(sample.ids)]
-            total, own = _result(reduction, used)
+            total, own, held_out = _result(reduction, used)
             groups = [[f for f in used if f is not fold] for fold in used] if len(used) > 2 else []
             left_out = [_result(reduction, group)[0] for group in groups]
             for key, numbers in total.items():
@@ -358,7 +358,7 @@ def record_rows(reduction: Reduction, sample: Sample, n_layers: int) -> Iterator
                     error = ((len(used) - 1) / len(used) * (others - others.mean(0)).square().sum(0)).sqrt()
                 unit = reduction.metric.units.get(key, reduction.metric.unit)
                 named = getattr(reduction.metric.function, "axes", ["index"] * value.ndim)
-                facts = {"variant": key or None, "unit": unit, "n": len(sample.ids)}
+                facts = {"variant": key or None, "unit": unit, "n": held_out or len(sample.ids)}
                 yield from _spread(axes | facts, named, value, error)
             continue
         parts = [part[reduction.has_number(part)] for part in parts] if reduction.metric.found else parts
@@ -426,10 +426,14 @@ def _control_rows(reduction: Reduction, sample: Sample, axes: dict[str, Any]) ->
 
 def _result(
     reduction: Reduction, parts: Iterable[Any]
-) -> tuple[Mapping[str, float | list[float]], Mapping[str, float]]:
-    """Return (values, errors that the accumulator computes itself)."""
+) -> tuple[Mapping[str, float | list[float]], Mapping[str, float], int | None]:
+    """Return (values, errors that the accumulator computes itself, its number of held-out documents)."""
     total = reduction.metric.function(**reduction.options)
     for part in parts:
         total.merge(part)
     result = total.result()
-    return result if isinstance(result, Mapping) else {"": result}, getattr(total, "errors", {})
+    return (
+        result if isinstance(result, Mapping) else {"": result},
+        getattr(total, "errors", {}),
+        getattr(total, "documents_held_out", None),
+    )

@@ -226,6 +226,7 @@ class _Probe:
     before = 0  # positions from the target to the vector
     shifted = False
     errors: Mapping[str, float] = {}  # standard errors of the results over held-out documents
+    documents_held_out: int | None = None  # number of them, once there is a result
 
     def update(self, vectors: Float[Tensor, "batch pos *width"], tokens: Int[Tensor, "batch pos"]) -> None:
         vectors, targets = vectors[:, self.before :].flatten(2), tokens[:, : tokens.shape[1] - self.before]
@@ -287,6 +288,7 @@ class TokenProbe(_Probe):
             return dict.fromkeys(CONTROLLED if control else ("", *BITS), math.nan)
         judged = [self.held_out_results(split) for split in range(1 if control else self.splits)]
         means, self.errors = _means(torch.cat(judged))
+        self.documents_held_out = sum(map(len, judged))
         if control:
             return {key: means[key] for key in CONTROLLED}
         return means | {"spread": float(torch.stack([each[:, 0].mean() for each in judged]).std())}
@@ -385,7 +387,7 @@ class TokenProbeStreamed(_Probe):
         size = 1 + max(int(seen[-1]), *(int(y.max()) for _, y in documents))
         prior = Prior.of(tune[1].bincount(minlength=size).index_add(0, seen, counts.long()), seen)
         judged = prior.judged((basis.scores(tune[0]), tune[1]), [(basis.scores(x), y) for x, y in held])
-        means, self.errors = _means(judged)
+        (means, self.errors), self.documents_held_out = _means(judged), len(judged)
         return {key: means[key] for key in names}
 
 

@@ -235,9 +235,10 @@ def plot(
     smoothed = ""
     if smooth > 1:
         gaps = frame.sort_values("step").groupby("run")["step"].diff()
-        apart = gaps[gaps > 0].median()
-        steps = smooth if pd.isna(apart) else round(smooth * float(apart))
+        apart = gaps[gaps > 0].groupby(frame["run"]).median().unique()
+        steps = smooth if not len(apart) else round(smooth * float(apart[0]))
         smoothed = f"running mean over {steps} steps" + ("" if steps == smooth else f" ({smooth} records)")
+        smoothed = smoothed if len(apart) < 2 else f"running mean over {smooth} records each"
     dashed = "dashed: step 0, random init" if INIT in legend.names else ""
     under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, white) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
@@ -361,7 +362,8 @@ def _curve(
     """
     runs = rows.pivot_table(index=x, columns=_seeds(rows), values="value", aggfunc="mean").sort_index()
     if smooth > 1:
-        runs = runs.rolling(smooth, min_periods=1, center=True).mean()
+        own = {run: values.dropna().rolling(smooth, min_periods=1, center=True).mean() for run, values in runs.items()}
+        runs = pd.DataFrame(own).reindex(runs.index)  # of its own records, where runs were logged at other steps
     mean, n = runs.mean(axis=1), runs.shape[1]
     curve = pd.DataFrame({"mean": mean, "low": mean, "high": mean})
     if n > 1 and (spread == "ci" or (paired and n >= MIN_SEEDS)):

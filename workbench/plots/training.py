@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as markup
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,11 @@ def curves(
 
 
 def on_tokens(figure: go.Figure, log_x: bool = False) -> go.Figure:
-    """Label the x axis and hover texts of curves whose x values are tokens."""
+    """Label the x axis, hover texts and caption of curves whose x values are tokens."""
+    under = figure.layout.title.subtitle.text or ""
+    of_tokens = re.compile(r"\b(over|within)( |<br>)(\d+)( |<br>)steps")  # also where the line is broken
+    told = of_tokens.sub(lambda m: f"{m[1]}{m[2]}{int(m[3]):,}{m[4]}tokens", under)
+    figure.update_layout(title_subtitle_text=told)
     for axis in figure.select_xaxes():
         if axis.title.text:
             axis.title.text = "tokens read in training" + (" (log scale, 0 not shown)" if log_x else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.console import json_text
 from workbench.errors import BadData, refuse_unknown
-from workbench.file_io import replacing, write_text
-from workbench.runs.records import read_parquet, typed, write_parquet
+from workbench.file_io import read_text, replacing, write_text
+from workbench.runs.records import TEXT, read_parquet, typed, write_parquet
 
 
 def as_frame(table: Any) -> pd.DataFrame:
@@ -64,7 +66,12 @@ def read_records(path: Path) -> pd.DataFrame:
     try:
         if path.suffix == ".arrow":
             return as_records(pa.feather.read_table(path, memory_map=False))
-        return as_records(pd.read_csv(path) if path.suffix == ".csv" else pd.read_json(path, orient="records"))
+        if path.suffix == ".json":
+            return as_records(pd.DataFrame(json.loads(read_text(path))))
+        names = pd.read_csv(path, nrows=0).columns  # texts such as 007 and NA stay as they are
+        missing = {name: [""] if name in TEXT else ["", "NA", "NaN", "nan", "null"] for name in names}
+        texts = dict.fromkeys(TEXT, "str")
+        return as_records(pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=missing))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise BadData(f"{path} cannot be read: {error}") from error
 
@@ -89,7 +96,8 @@ def latex_table(frame: pd.DataFrame) -> str:
         behind its mean `x`. Columns that are equal in all rows are in the caption of a `table` around the `tabular`.
     """
     numeric, (names, *rows) = _written(frame)
-    equal = [len(rows) > 1 and len(set(column)) == 1 for column in zip(*rows, strict=True)]
+    exact = {str(c): len(rows) > 1 and frame[c].astype("str").nunique(dropna=False) == 1 for c in frame}
+    equal = [exact[name] and len(set(column)) == 1 for name, column in zip(names, zip(*rows, strict=True), strict=True)]
     equal = [False] * len(names) if all(equal) else equal
     parts = zip(names, rows[0] if rows else names, equal, strict=True)
     about = ", ".join(f"{name}: {cell}" for name, cell, same in parts if same and cell)
@@ -180,7 +188,7 @@ WRITERS: dict[str, Callable[[pd.DataFrame, Path], None]] = {
     ".parquet": write_parquet,
     ".arrow": write_feather,
     ".csv": lambda frame, out: write_text(out, frame.to_csv(index=False)),
-    ".json": lambda frame, out: write_text(out, frame.to_json(orient="records", double_precision=15)),
+    ".json": lambda frame, out: write_text(out, json_text(frame)),
     ".tex": lambda frame, out: write_text(out, latex_table(frame)),
     ".md": lambda frame, out: write_text(out, markdown_table(frame)),
 }

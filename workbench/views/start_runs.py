@@ -39,6 +39,10 @@ def runs_table(source: Source) -> pd.DataFrame:
         rows = rows[rows["control"].isna() & rows["variant"].isna()]
         last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
         losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
+        for e in (e for e in entries if e.kind == "log" and e.name in losses):
+            steps = rows.loc[rows["run"] == e.name, "step"]
+            if steps.max() * (1 + 1 / max(steps.nunique() - 1, 1)) <= e.last:  # an interval or more before the end
+                del losses[e.name]
         rates = {e.name: Run.open(e.path).train.lr for e in entries if not (e.imported or e.numbers_only)}
         return losses, rates
 

@@ -84,7 +84,8 @@ def _curves(
     """Curves of the parts over steps or tokens; of A and B with their difference, over all seeds of the parts."""
     axis, log = link.choice("x", ("step", "tokens"), kind="x axis"), link.on("log")
     if axis == "tokens":
-        per_step = {e.name: e.tokens for e in runs(source, link)}
+        of_seeds = [s.entry for pair in source.pairs(link) for s in pair] if link.on("compare") else []
+        per_step = {e.name: e.tokens for e in of_seeds or runs(source, link)}
         for name, tokens in per_step.items():
             if not tokens and any((part["run"] == name).any() for part in parts):
                 raise WorkbenchError(f"the tokens per step of {name} are unknown; draw it over steps")
@@ -93,18 +94,22 @@ def _curves(
     if len(parts) == 2:
         own, minus = source.subjects(link), drawn.curve_difference(*parts)
         parts = [*(p[p["run"] == s.entry.name] for p, s in zip(parts, own, strict=True)), minus]
-        sentence = _paired(minus, own)
+        sentence = _paired(minus, own, axis)
     elif parts[0]["run"].nunique() == 1:
         only, seed = parts[0], plots.DETAIL + "s" + parts[0]["seed"].astype("Int64").astype(str)
         parts = [only.assign(architecture=only["architecture"].astype(str) + seed.where(only["seed"].notna(), ""))]
     figure = drawn.curves(parts, title=title, smooth=smooth, log_x=log, spread=spread)
+    table = parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True)
     if axis == "tokens":
         drawn.on_tokens(figure, log)
-    return Drawing(figure, parts[0] if len(parts) == 1 else pd.concat(parts, ignore_index=True), sentence)
+        shared = next(iter(per_step.values())) if len(set(per_step.values())) == 1 else None  # of A - B
+        each = table["run"].map({run: per_step.get(run, shared) for run in table["run"].unique()}).astype("Int64")
+        table = table.assign(tokens=table["step"], step=table["step"] // each)
+    return Drawing(figure, table, sentence)
 
 
-def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep]) -> str:
-    """How A - B is paired, and its value at the last step that all pairs logged."""
+def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep], axis: str) -> str:
+    """How A - B is paired, and its value at the last step, or number of tokens, that all pairs logged."""
     n, models = minus["run"].nunique(), {s.entry.architecture for s in own}
     if own[0].entry.seed != own[1].entry.seed:
         return f"{plots.MINUS}: unpaired, as A and B have different seeds."
@@ -119,7 +124,8 @@ def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep]) -> str:
     numbers = f"{interval.value:.3g} nats, mean over {n} paired seeds"
     if n >= MIN_SEEDS:
         numbers += f"; {confidence()} interval {interval.low:.3g} to {interval.high:.3g}"
-    return f"{plots.MINUS} at step {last['step'].iloc[0]}: {numbers}."
+    at = last["step"].iloc[0]
+    return f"{plots.MINUS} at {f'step {at}' if axis == 'step' else f'{at:,} tokens'}: {numbers}."
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -143,7 +149,10 @@ def _domains(parts: Sequence[pd.DataFrame], link: Link) -> list[pd.DataFrame]:
 
 
 def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per step in place of one per domain: mean value, standard error of a mean of independent means, all documents."""
+    """One row per step in place of one per domain: mean value, standard error of a mean of independent means, all documents.
+
+    Steps without a loss of every domain of the run are left out.
+    """
     names = sorted(rows["data"].dropna().unique())
     if len(names) < 2:
         return rows
@@ -153,6 +162,9 @@ def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
         value=("value", "mean"), se=("se", "sum"), n=("n", "sum"), count=("value", "size"),
         provenance=("provenance", "first"),
     )  # fmt: skip
+    means = means[means["count"] >= means["run"].map(rows.groupby("run", observed=True)["data"].nunique()).astype(int)]
+    if means.empty:
+        raise WorkbenchError("no step has a loss of every domain; choose the losses of each domain")
     means = means.assign(se=means["se"] ** 0.5 / means["count"], data=f"mean of {', '.join(names)}")
     return means.assign(n=means["n"].where(means["n"] > 0))[rows.columns]
 

@@ -7,8 +7,10 @@ Source: mlflow, store/tracking/file_store.py and store/tracking/dbmodels/models.
 
 from __future__ import annotations
 
+import math
 import re
 import sqlite3
+import sys
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +24,10 @@ ROWS = """
     SELECT experiments.name, runs.name, runs.run_uuid, key, step, value, is_nan
     FROM metrics JOIN runs USING (run_uuid) JOIN experiments USING (experiment_id)
     WHERE runs.lifecycle_stage = 'active' ORDER BY runs.run_uuid, key, timestamp, step
+"""
+PARAMETERS = """
+    SELECT experiments.name, runs.name, runs.run_uuid, key, value
+    FROM params JOIN runs USING (run_uuid) JOIN experiments USING (experiment_id)
 """
 
 
@@ -62,19 +68,27 @@ def _read(path: Path, numbers: LogNumbers) -> None:
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as opened:
                 for setting, name, run, key, step, value, missing in opened.execute(ROWS):
-                    numbers.add(step, key, float("nan") if missing else value, run=(setting, _named(name, run)))
+                    infinite = abs(value) == sys.float_info.max  # MLflow stores it in place of infinity
+                    value = math.nan if missing else math.copysign(math.inf, value) if infinite else value
+                    numbers.add(step, key, value, run=(setting, _named(name, run)))
+                if opened.execute("SELECT 1 FROM sqlite_master WHERE name = 'params'").fetchone():
+                    for setting, name, run, key, text in opened.execute(PARAMETERS):
+                        numbers.parameters.setdefault((setting, _named(name, run)), {})[key] = text
         except sqlite3.Error as error:
             raise BadData(f"{path} is no database of MLflow: {error}") from error
         return
     folder = run_folder(path)
-    if folder is None or not path.is_relative_to(folder / "metrics"):
+    if folder is None or path.relative_to(folder).parts[0] not in ("metrics", "params"):
         return
     settings = _settings(folder)
     if settings.get("lifecycle_stage") == "deleted":
         numbers.skipped["the run is deleted"] += 1
         return
     run = _settings(folder.parent).get("name", folder.parent.name), _named(settings.get("run_name"), folder.name)
-    name = path.relative_to(folder / "metrics").as_posix()
+    kind, _, name = path.relative_to(folder).as_posix().partition("/")
+    if kind == "params":
+        numbers.parameters.setdefault(run, {})[name] = read_text(path).strip()
+        return
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             words = line.split()

@@ -46,7 +46,7 @@ STEPS = (
 )  # fmt: skip
 """Names of the optimiser step, the most reliable first: W&B's `_step` counts calls of `log`."""
 RUNS = ("run", "run_id", "run_name", "seed")
-"""Columns of a table that name a run; the first one present is used."""
+"""Columns of a table that name a run; the first one present is used, and the seed beside it."""
 SETTINGS = ("setting", "track", "record", "experiment", "group", "config", "model", "architecture", "arm")
 """Columns of a table that name the setting of a run, joined in the table's order."""
 SPLITS = ("split", "phase", "mode", "stage", "subset", "partition")

@@ -1,4 +1,4 @@
-"""Interface of a reader of training logs, and the numbers of each run in a log.
+"""Interface of a reader of training logs, and the numbers of runs in a log.
 
 A reader is one file of this folder with `READER = LogReader(...)`.
 """
@@ -32,6 +32,8 @@ WIDE = (b"\xff\xfe", b"\xfe\xff")
 CUT_OFF = "the last line has no end and is shorter than the one before: it may be cut off"
 EVALUATIONS = {"val", "valid", "validation", "eval", "evaluation"}
 """Words of a file's name by which a plain `loss` in it is no training loss."""
+NO_SETTING = re.compile(r"seed|dir|path|file|name|host|rank|device|version|time|date|\bid\b", re.IGNORECASE)
+"""Hyperparameters in which seeds of one setting may differ."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, struct.error)
 BACKWARDS = 100  # times that steps may go back in one run
 
@@ -81,16 +83,33 @@ class LogNumbers:
     """Last step of each run."""
     returned: set[tuple[str, str]] = field(default_factory=set)
     """Runs with a step that is smaller than the one before."""
-    at: tuple[float, float] = (0.0, 0.0)
-    """Epoch and step of the line before."""
+    at: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """Epoch and step of the line before, by run."""
+    parameters: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    """Hyperparameters of each run that a tracker has beside its numbers."""
+    clock: dict[tuple[Path, str], float] = field(default_factory=dict)
+    """Time of the last number of each folder and name, in the files before."""
 
-    def note_epoch(self, epoch: float, step: float) -> None:
+    def note_epoch(self, epoch: float, step: float, run: tuple[str, str] = ("", "")) -> None:
         """Note the epoch of a line; raises `BadData` if steps begin again in a later epoch."""
-        if epoch > self.at[0] and step < self.at[1]:
+        before = self.at.get(run, (0.0, 0.0))
+        if epoch > before[0] and step < before[1]:
             raise BadData(
                 f"{self.path}: the steps begin again in epoch {epoch:g}; give a log that counts steps over all epochs"
             )
-        self.at = epoch, step
+        self.at[run] = epoch, step
+
+    def forget_from(self, step: int) -> None:
+        """Drop the numbers from this step on, which a restarted writer declares void."""
+        for curves in self.runs.values():
+            for name, columns in curves.items():
+                keep = [i for i, own in enumerate(columns[1]) if own < step]
+                self.skipped[f"the run was restarted from step {step}"] += len(columns[1]) - len(keep)
+                order, steps, values = columns
+                curves[name] = (
+                    array("q", [order[i] for i in keep]), array("q", [steps[i] for i in keep]),
+                    array("d", [values[i] for i in keep]),
+                )  # fmt: skip
 
     def add(
         self, step: float, name: str, value: float, *, run: tuple[str, str] = ("", ""), factor: float = 1.0
@@ -129,6 +148,13 @@ class LogNumbers:
 
     def courses(self) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
         """Yield each run and its curves; a restart replaces the steps it repeats, and a second start is another run."""
+        for setting in dict.fromkeys(setting for setting, _ in self.runs):
+            each = [self.parameters.get(key, {}) for key in self.runs if key[0] == setting]
+            names = [n for n in dict.fromkeys(n for p in each for n in p) if not NO_SETTING.search(n)]
+            if differ := [n for n in names if len({p.get(n) for p in each}) > 1]:
+                self.notes.append(
+                    f"{setting}: its {len(each)} runs differ in {', '.join(differ[:5])} but count as seeds; name runs with --architecture"
+                )
         for (setting, run), columns in self.runs.items():
             tables = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items()}
             if (setting, run) not in self.returned:
@@ -194,12 +220,38 @@ class LogNumbers:
             if other.any():
                 self.skipped[f"earlier values of {name} at a step with several"] += int(other.sum())
             single[name] = steps[ends], values[ends]
+        if not self.chronological:  # a table has an empty cell, or NaN, where another loss was measured
+            losses = [name for name in single if UNITS.get(name) in ("nats", "bits per byte")]
+            known = np.concatenate([np.zeros(0), *(s[~np.isnan(v)] for s, v in (single[n] for n in losses))])
+            for name in losses:
+                steps, values = single[name]
+                later = np.append(steps[~np.isnan(values)], -1).max()
+                hole = np.isnan(values) & ((steps < later) | np.isin(steps, known))
+                if hole.any():
+                    self.skipped[f"{name} is NaN beside another loss or before a number"] += int(hole.sum())
+                    single |= {name: (steps[~hole], values[~hole])}
+                    single = {key: curve for key, curve in single.items() if len(curve[0])}
+        longest = max((int(steps[-1]) for steps, _ in single.values()), default=0)
+        for name, (steps, _) in list(single.items()) if self.by_quantity else ():
+            if len(steps) > 1 and steps[0] <= 1 and (np.diff(steps) == 1).all() and 10 * steps[-1] < longest:
+                self.skipped[f"{name} counts to {steps[-1]} and others to {longest:,}, so it may count epochs"] += len(
+                    steps
+                )
+                del single[name]
         total, average = single.pop(TRAIN_TIME, None), single.pop(STEP_AVERAGE, None)
         if total is not None and average is not None and "seconds_per_step" not in single:
             pace = seconds_per_step(total, average)
             single |= {"seconds_per_step": pace} if len(pace[0]) else {}
         elif average is not None:
             self.skipped["step_avg is an average over many steps"] += len(average[0])
+        if single.keys() >= {"train_loss", "validation_loss"}:
+            (at, own), (steps, values) = single["train_loss"], single["validation_loss"]
+            ratios = own[np.searchsorted(at, steps).clip(max=len(at) - 1)] / np.where(values > 0, values, np.nan)
+            times = float(np.median(ratios)) if np.isfinite(ratios).all() else 0.0
+            if times > 1.9 and abs(times - round(times)) < 0.1:
+                self.notes.append(
+                    f"{of}: train_loss is about {times:.3g} times validation_loss; divide it if it is summed over micro-batches"
+                )
         if broken := sum(int((~np.isfinite(values)).sum()) for _, values in single.values()):
             self.notes.append(f"{of}: {broken} values are NaN or infinite, and are stored as such")
         return single
@@ -233,7 +285,7 @@ def of_evaluation(path: Path) -> bool:
 
 @cache
 def log_readers() -> tuple[LogReader, ...]:
-    """Return the readers. `table` and `text` come last because they recognise a file by its first line and accept any text."""
+    """Return the readers. `table` and `text` are at the end because they recognise a file by its first line and accept any text."""
     modules = (importlib.import_module(f"{folder.__name__}.{m.name}") for m in pkgutil.iter_modules(folder.__path__))
     readers = [module.READER for module in modules if hasattr(module, "READER")]
     last = ("table", "text")

@@ -11,6 +11,8 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from workbench.file_io import open_regular
 KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "lines", ".parquet": "parquet"}
 CHART = re.compile(r"(?P<run>.+) - (?P<name>.+?)(?P<range>__MIN|__MAX)?")  # W&B
 MEAN = "Group: "  # how W&B begins a column that is a mean over runs
-SCALAR = re.compile(r".*-tag-(?P<name>.+)")  # TensorBoard
+SCALAR = re.compile(r"(?P<run>.+)-tag-(?P<name>.+)")  # TensorBoard
 DECIMAL_COMMA = re.compile(r"\s*-?\d+,\d+\s*")
 THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 DOTTED = re.compile(r"\s*\d{1,3}(\.\d{3})+\s*")  # one, or one thousand
@@ -51,39 +53,43 @@ BATCH = 65_536  # rows of a Parquet file that are held at once
 def read_table(path: Path, numbers: LogNumbers) -> None:
     """Add the numbers of a table; raises `BadData` for a table without a column of steps."""
     numbers.chronological, numbers.evaluation = False, of_evaluation(path)
+    numbers.by_quantity = SCALAR.fullmatch(path.stem) is not None
     with open_regular(path) as file:
         kind = _kind(path, file.read(HEAD))
-    rows = {"parquet": _parquet_rows, "lines": _json_rows}.get(kind, _csv_rows)(path, numbers)
+    rows = {"parquet": _parquet_rows, "lines": _json_rows}.get(kind, _csv_rows)
     columns: dict[str, tuple[str, str] | None] = {}
-    step = ""
-    for row in rows:
-        if not step or step not in row:
-            plain = {plain_name(name): name for name in reversed(list(row))}
-            step = next((plain[name] for name in STEPS if name in plain), "")
-            if not step:
-                if kind == "lines":  # a line of settings
-                    numbers.skipped["the row has no step"] += 1
-                    continue
-                raise BadData(
-                    f"{path} has no column of steps; name one of its columns {', '.join(map(repr, plain.values()))} 'step'"
-                )
-            if plain_name(step) == "_step":
-                numbers.notes.append(f"{path.name}: the steps are W&B's `_step`, which counts calls of `log`")
-        cell = row[step]
+    plain: dict[str, str] = {}
+    for row in islice(rows(path, LogNumbers(path)), None if kind == "lines" else 1):  # lines differ in their names
+        for name in row:
+            plain.setdefault(plain_name(name), name)
+    step = next((plain[name] for name in STEPS if name in plain), "")
+    if not step and plain and kind != "lines":
+        names = ", ".join(map(repr, plain.values()))
+        raise BadData(f"{path} has no column of steps; name one of its columns {names} 'step'")
+    if plain_name(step) == "_step" or (
+        step == "Step" and any(map(CHART.fullmatch, plain.values()))
+    ):  # an exported chart
+        numbers.notes.append(f"{path.name}: the steps are W&B's `_step`, which counts calls of `log`")
+    starts = dict[tuple[str, str], _Starts]()
+    for row in rows(path, numbers):
+        cell = row.get(step)
         if isinstance(cell, str) and THOUSANDS.fullmatch(cell.strip()):
             cell = cell.replace(",", "")
         elif isinstance(cell, str) and DOTTED.fullmatch(cell):
             raise BadData(f"{path}: step {cell.strip()} can be read in two ways; write steps without a point")
-        elif cell == step and list(row.values()) != list(row):
+        elif cell is not None and cell == step and list(row.values()) != list(row):
             raise BadData(f"{path} has a second header with other columns; make it two files")
         if (at := _number(cell)) is None:
             numbers.skipped["the row has no step"] += 1
             continue
         labels = {plain_name(name): str(value) for name, value in row.items() if value not in (None, "")}
-        if (epoch := _number(labels.get("epoch"))) is not None:
-            numbers.note_epoch(epoch, at)
         setting = "/".join(labels[name] for name in map(plain_name, row) if name in SETTINGS and name in labels)
-        run = next((labels[name] for name in RUNS if name in labels), "")
+        identity = [labels[name] for name in RUNS if name in labels][:1]
+        run = " ".join(dict.fromkeys([*identity, *(text for name, text in labels.items() if name == "seed")]))
+        if (epoch := _number(labels.get("epoch"))) is not None:
+            numbers.note_epoch(epoch, at, (setting, run))
+        own = {name: text for name, text in labels.items() if name != plain_name(step) and _is_setting(name)}
+        starts.setdefault((setting, run), _Starts(path, at, at, own)).next_row(at, own)
         split = next((labels[name] for name in SPLITS if name in labels), "") or _evaluation(labels)
         for name, value in row.items():
             if name not in columns:
@@ -100,6 +106,44 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             else:
                 theirs = f"{split}/{theirs}" if split and plain_name(theirs) == "loss" else theirs
                 numbers.add(at, theirs, number, run=(setting, of or run))
+    for each in starts.values():
+        each.refuse()
+
+
+def _is_setting(name: str) -> bool:
+    """Return whether a column is no measured quantity: its cells may differ between runs."""
+    return name not in (*RUNS, *SPLITS, *FLAGS, "epoch") and (quantity(name)[0] or "learning_rate") == "learning_rate"
+
+
+@dataclass
+class _Starts:
+    """Columns that are constant in each part of a table that begins at the first step, and differ between the parts."""
+
+    path: Path
+    first: float
+    step: float
+    labels: Mapping[str, str]  # of the row before
+    between: set[str] | None = None  # columns that differ at every start
+    rising: bool = False
+    within: set[str] = field(default_factory=set)  # columns that differ elsewhere
+
+    def next_row(self, step: float, labels: Mapping[str, str]) -> None:
+        """Compare a row with the row before."""
+        differ = {name for name in labels.keys() | self.labels.keys() if labels.get(name) != self.labels.get(name)}
+        if step < self.step and step <= self.first and self.rising:
+            self.between = differ if self.between is None else self.between & differ
+        else:
+            self.within |= differ
+        self.rising = step > self.step
+        self.step, self.labels = step, labels
+
+    def refuse(self) -> None:
+        """Raise `BadData` if a column separates the parts, so that they are no seeds of one setting."""
+        if names := sorted((self.between or set()) - self.within):
+            raise BadData(
+                f"{self.path}: the steps begin again where {' and '.join(names)} changes; name this column 'setting', 'run' or 'seed', "
+                "or leave out its rows or the column"
+            )
 
 
 def _evaluation(labels: Mapping[str, str]) -> str:
@@ -203,4 +247,7 @@ def _kind(path: Path, head: bytes) -> str:
     return "csv" if is_table else ""
 
 
-READER = LogReader("table", lambda path, head: bool(_kind(path, head)), read_table)
+READER = LogReader(
+    "table", lambda path, head: bool(_kind(path, head)), read_table,
+    home=lambda path: path.with_name(scalar["run"]) if (scalar := SCALAR.fullmatch(path.stem)) else path,
+)  # fmt: skip

@@ -24,7 +24,7 @@ from workbench.places import install
 
 MAGIC, BLOCK, HEADER = b":W&B", 1 << 15, 7
 ALL, FIRST, LAST = 1, 2, 4
-FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-\w+")
+FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-.+")
 
 
 def _read(path: Path, numbers: LogNumbers) -> None:
@@ -34,18 +34,25 @@ def _read(path: Path, numbers: LogNumbers) -> None:
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated at import
     except ImportError:
         raise BadData(f"{path} needs wandb: {install('wandb')}") from None
-    names = {plain_name(name): name for record in _records(path) for name in _row(Record.FromString(record))}
+    names, run, parameters = dict[str, str](), ("", path.stem), dict[str, str]()
+    for record in map(Record.FromString, _records(path)):
+        names |= {plain_name(name): name for name in _row(record)}
+        for config in (record.config, record.run.config):
+            parameters |= {item.key or ".".join(item.nested_key): item.value_json for item in config.update}
+        if record.WhichOneof("record_type") == "run":  # again, if the loop names its run later
+            name = f"{record.run.display_name} {record.run.run_id}".strip()
+            unnamed = name if record.run.display_name else f" {name}"  # of a run that was resumed without its name
+            same = (key for key in numbers.runs if key[1].endswith(unnamed) or key[1] == record.run.run_id)
+            run = next(same, (record.run.run_group or name, name))
+    numbers.parameters[run] = {name: text for name, text in parameters.items() if not name.startswith("_")}
     step = next((names[name] for name in STEPS if name in names), "_step")
     if step == "_step":
         numbers.notes.append(f"{path.name}: the steps are W&B's `_step`, which counts calls of `log`")
-    run = "", path.stem
-    for data in _records(path, numbers):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "run":
-            name = f"{record.run.display_name} {record.run.run_id}".strip()
-            run = record.run.run_group or name, name
+    for record in map(Record.FromString, _records(path, numbers)):
         row = _row(record)
-        at = row.pop(step, None)
+        at, epoch = row.pop(step, None), row.get(names.get("epoch", ""))
+        if at is not None and epoch is not None:
+            numbers.note_epoch(epoch, at, run)
         for name, value in row.items():
             if at is None:
                 numbers.skipped["the row has no step"] += 1
