@@ -325,7 +325,7 @@ def encoded(file):
 def taken_along(file):
     """Pins as the notes and the notebook that somebody takes along."""
     kept = pins.pins(file.parent)
-    notes = pins.markdown(kept)
+    notes = pins.markdown(file.parent, kept)
     told = [line for line in notes.splitlines() if not line.startswith("      ")]  # else code
     assert not any(re.search(r"(?<!\\)[<`\[]", line) for line in told), "Markdown was left in"
     return notes, pins.notebook(file.parent, kept)

@@ -1,8 +1,11 @@
 """From runs to verdicts: scripts in their quick form, the page and its files, what is measured once and what is left out."""
 
+import html
 import importlib
 import json
 import pkgutil
+import re
+import shlex
 import shutil
 import sys
 
@@ -220,8 +223,11 @@ def test_command_writes_everything_and_speaks_json(three, tmp_path):
         "lower_loss: not tested: no difference is found after 0.0 training tokens per parameter, but 10 are needed"
         in said.output.replace("\n", " ")
     )
-    assert (tmp_path / "claims.html").exists()
-    assert (tmp_path / "verdicts.csv").exists()
+    verdicts = (tmp_path / "verdicts.csv").read_text()
+    printed = re.search("Reproduce: <code>(.*?)</code>", (tmp_path / "claims.html").read_text())[1]
+    shutil.move(tmp_path / "verdicts.csv", tmp_path / "before.csv")
+    CliRunner().invoke(app, shlex.split(html.unescape(printed))[1:])
+    assert (tmp_path / "verdicts.csv").read_text() == verdicts, "of the same claims, on as many documents"
     assert (tmp_path / "figures" / "lower_loss.html").exists()
     told = CliRunner().invoke(app, [*command, "downstream", "--json"])
     assert [row["claim"] for row in json.loads(told.stdout)] == ["downstream_gains"]

@@ -183,6 +183,21 @@ def test_mixed_precision_runs_are_decomposed(some_architecture, awake):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_massive_activation_hides_no_changed_stream(awake, dtype):
+    """An error of 1 in ordinary channels of about 1 is less than 2 % of a channel of 300."""
+    model, ids = awake("resformer").to(dtype), tokens()
+    with torch.no_grad():
+        model.embed.weight[:, 3] += 300
+    for by in ("layer", "head", "value_path"):
+        decompose(model, ids, by=by)
+    with (
+        model.hooks([("blocks.2.hook_resid_pre", lambda x, hook: x + (x.abs() < 100))]),
+        pytest.raises(WorkbenchError, match="parts by layer miss the stream by"),
+    ):
+        decompose(model, ids)
+
+
 def test_parts_that_do_not_sum_are_refused(awake):
     """Outputs changed by hooks are decomposed as they were used; a changed stream or head cannot be, and says so."""
     model, ids = awake("resformer"), tokens()

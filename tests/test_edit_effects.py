@@ -37,6 +37,19 @@ def test_the_effect_of_edits_by_hand(tiny):
 
 
 @torch.no_grad()
+def test_an_edit_that_overflows_has_no_divergence_and_one_that_a_norm_cannot_square_is_refused(tiny):
+    half, ids = tiny("resformer", dtype=torch.float16), some_tokens(1)
+    assert np.isnan(edit_effect(half, ids, "coefficient:value=1e5").divergence), "its logits are NaN"
+    largest = [
+        edit_effect(tiny("resformer", dtype=dtype), ids, "coefficient:layer=1,value=1e15")
+        for dtype in (torch.float32, torch.float64)
+    ]
+    np.testing.assert_allclose(largest[0].loss_after, largest[1].loss_after, atol=1e-4)
+    with pytest.raises(WorkbenchError, match="at most 1e"):
+        edit_effect(half, ids, "coefficient:value=1e19")
+
+
+@torch.no_grad()
 def test_a_sweep_is_its_edits_one_by_one(tiny):
     model, ids, calls = tiny("resformer"), some_tokens(1), []
     found = edit_sweep(

@@ -94,7 +94,7 @@ def test_patched_activations_by_hand(tiny, site):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("text", ["head:how=mean", "values:how=mean", "values:how=shuffle"])
+@pytest.mark.parametrize("text", ["head:how=mean", "values:how=mean", "values:how=shuffle", "sink:position=-2"])
 def test_what_mixes_positions_sees_a_whole_prompt_or_is_refused(tiny, text):
     model, ids = tiny(), some_tokens(2)
     cache = model.new_cache(2)
@@ -105,7 +105,7 @@ def test_what_mixes_positions_sees_a_whole_prompt_or_is_refused(tiny, text):
         whole = model.generate(ids[:, :8], 4, temperature=0, use_cache=False)
         assert torch.equal(model.generate(ids[:, :8], 4, temperature=0), whole), "without a cache by default"
         for more in ({"tokens": ids[:, 8:], "past_kv_cache": cache}, {"tokens": ids, "attention_mask": mask}):
-            with pytest.raises(BadData, match="mixes all positions of a prompt"):
+            with pytest.raises(BadData, match="mixes or counts the positions of a prompt"):
                 model(**more)
     assert model.decodes_with_cache
     assert model(ids, attention_mask=mask).isfinite().all()

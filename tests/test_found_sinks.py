@@ -15,7 +15,7 @@ from workbench.measurement.forward_pass import reductions_of
 from workbench.measurement.measuring import _find, measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention import sink_mass, sink_rate
-from workbench.metrics.found_sinks import ColumnExcess, FoundSinks, sink_positions
+from workbench.metrics.found_sinks import ColumnExcess, FoundSinks, column_excess, sink_positions
 from workbench.metrics.values import value_drain
 from workbench.plots import positions_of
 from workbench.runs.records import facts
@@ -55,20 +55,49 @@ def test_sinks_are_found_where_heads_rest():
     assert len(found(resting(60, [0, 1, 2, 3, 4], 0.19))[0]) == 4, "four at most"
 
 
+def windowed(T, window, on, share):
+    """As `resting`, where queries see the `window` latest keys."""
+    pattern = torch.zeros(T, T, dtype=torch.double)
+    for i in range(T):
+        seen = range(max(0, i - window + 1), i + 1)
+        at = [j for j in on if j in seen]
+        pattern[i, seen] = (1 - share * len(at)) / len(seen)
+        pattern[i, at] += share
+    return pattern
+
+
+def test_sinks_of_layers_with_a_sliding_window_are_of_the_queries_that_see_them():
+    T, pattern = 48, windowed(48, 16, [20], 0.9)
+    received, row_max, sink = statistics(pattern, windowed(48, 16, [], 0))
+    excess, queries, tested = column_excess(received, 16)
+    assert queries.tolist() == [min(T - j, 16) for j in range(T)]
+    assert tested.tolist() == [min(T - j, 16) >= 12 for j in range(T)]
+    assert float(excess[0, 0, 20]) == pytest.approx(16 * 0.9 + 16 * 0.1 / 16 - 1)
+    torch.testing.assert_close(excess[0, 1], torch.zeros(T, dtype=torch.double), atol=1e-12, rtol=0)
+    assert sink_positions(received, row_max, 16)[0].nonzero().tolist() == [[0, 20]]
+    mass = sink_mass(sink, received, row_max, 16, positions="found")
+    assert mass[0].tolist() == pytest.approx([float(pattern[:, 20].sum()) / (T - 1), 0])
+    narrow = statistics(windowed(T, 8, [20], 1))[:2]
+    assert not sink_positions(*narrow, 8).any(), "8 queries of 48 see it, fewer than a quarter"
+    assert not sink_positions(*narrow, 0).any()
+    assert torch.equal(sink_positions(received, row_max, T), sink_positions(received, row_max))
+
+
 @pytest.mark.parametrize("T", [1, 2, 8])
 def test_short_documents_show_none(T):
     assert found(resting(T, [0], 0.9), resting(T, [], 0)) == [[], []]
 
 
-def test_rows_in_random_order_have_less_false_sinks_than_the_rule_allows():
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_in_random_order_have_less_false_sinks_than_the_rule_allows(window):
     generator, T = torch.Generator().manual_seed(0), 64
-    visible = torch.arange(1, T + 1)
+    visible = torch.arange(1, T + 1).clamp(max=window or T)
     for keys in (1, 3):  # each row rests on so many random keys
         pattern = torch.zeros(500, T, T, dtype=torch.double)
         for _ in range(keys):
-            at = (torch.rand(500, T, generator=generator) * visible).long()
+            at = torch.arange(T) - (torch.rand(500, T, generator=generator) * visible).long()
             pattern.scatter_add_(-1, at[..., None], torch.full((500, T, 1), 1 / keys, dtype=torch.double))
-        rate = sink_positions(pattern.sum(-2)[None], pattern.amax(-1)[None]).any(-1).double().mean()
+        rate = sink_positions(pattern.sum(-2)[None], pattern.amax(-1)[None], window).any(-1).double().mean()
         assert rate <= 0.01
 
 

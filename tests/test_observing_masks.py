@@ -93,11 +93,31 @@ def test_uniform_attention_meets_its_baselines_within_any_window(width, ids):
 def test_a_mask_that_is_no_window_has_no_baseline_of_uniform_attention(ids):
     dilated = BEFORE & ((PLACE[:, None] - PLACE) % 3 == 0)
     observed = see(large(GPT(attend=evenly(dilated))), ids)
-    with pytest.warns(NotMeasured, match="received_ratio.*uniform attention is unknown where a mask hides some keys"):
-        rows = workbench.measure(observed, ["row_entropy", "sink_mass", "received_ratio"], ids)
+    unknown = "uniform attention is unknown where a mask hides some keys"
+    with pytest.warns(NotMeasured, match=f"(received_ratio|found_sinks).*{unknown}"):
+        rows = workbench.measure(observed, ["row_entropy", "sink_mass", "received_ratio", "found_sinks"], ids)
+    with pytest.raises(WorkbenchError, match=f"sink_mass.*{unknown}"):
+        workbench.measure(observed, "sink_mass", ids, positions="found")
     assert set(rows["metric"]) == {"row_entropy", "sink_mass"}
     assert rows["control"].isna().all()
     assert rows["variant"].isna().all()
+
+
+@pytest.mark.parametrize(("width", "share"), [(8, 0), (16, 16 * 0.9 / 39)])
+def test_a_sink_within_a_window_needs_a_quarter_of_the_queries(width, share, ids):
+    """Keys of position 15 get 0.9 of the attention of all who see it, 8 or 16 of 40 queries."""
+    mask = BEFORE & (PLACE[:, None] - PLACE < width)
+
+    def resting(q, k, v, layer):
+        k = torch.zeros_like(k)
+        k[:, :, 15] = math.log(9 * (width - 1)) / 8**0.5
+        return F.scaled_dot_product_attention(torch.ones_like(q), k, v, attn_mask=mask)
+
+    observed = see(large(GPT(attend=resting)), ids)
+    rows = workbench.measure(observed, "found_sinks", ids)
+    assert rows.loc[rows["variant"].isna(), "value"].to_numpy() == pytest.approx(share, abs=1e-4)
+    found = workbench.measure(observed, "sink_mass", ids, positions="found")
+    assert found["value"].to_numpy() == pytest.approx(share, abs=1e-4)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------

@@ -133,6 +133,26 @@ def sums(observed, ids, tolerance=1e-9, levels=LEVELS):
     return found
 
 
+@pytest.mark.parametrize("block", [GPTBlock, PostNormed, Recalling, Scaled])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 0), (torch.bfloat16, 300), (torch.float16, 300)])
+@torch.no_grad()
+def test_the_rounding_of_a_massive_activation_confuses_no_parts(ids, block, dtype, size):
+    """In bfloat16 the rounding of a channel of 300 is larger than all that attention and MLP add to the other channels."""
+    module, factor = large(GPT(block=block)), 0.22 if block is Scaled else 1.0
+    module.transformer.wte.weight[:, 3] += size
+    module, added = module.to(dtype), {}
+    for n, one in enumerate(module.transformer.h):
+        parts = (one.after_1, one.after_2) if block is PostNormed else (one.attn, one.mlp)
+        for name, part in zip(("attn_out", "mlp_out"), parts, strict=True):
+            part.register_forward_hook(lambda _, x, y, to=f"blocks.{n}.hook_{name}": added.update({to: factor * y}))
+    module(ids)
+    plain = dict(added)
+    observed = see(module, ids)
+    _, cache = observed.run_with_cache(ids, names_filter=list(plain))
+    for name, part in plain.items():
+        torch.testing.assert_close(cache[name], part, atol=0, rtol=1e-2, msg=name)
+
+
 PATHS = (
     "softmax by hand", "grouped heads", "grouped einsum", "shared values", "pulled", "headwise", "dense", "bare matrix", "averaged",
     "inline",

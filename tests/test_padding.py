@@ -215,10 +215,11 @@ def test_rows_that_cannot_be_averaged_are_refused_by_name():
         workbench.measure(model, "sink_rate", torch.cat([torch.zeros(3, 60, dtype=torch.long), ids], 1))
     with pytest.raises(BadData, match="concentration_parts compares positions"):
         workbench.measure(model, "concentration_parts", ids)
-    with edited(model, "head:how=mean"):
-        assert model(ids.clamp(min=PAD + 1)).isfinite().all()
-        with pytest.raises(BadData, match="head:how=mean mixes all positions"):
-            model(ids)
+    for edit in ("head:how=mean", "sink", "sink:position=-1,how=keep"):  # position 0 of a padded row is no first token
+        with edited(model, edit):
+            assert model(ids.clamp(min=PAD + 1)).isfinite().all()
+            with pytest.raises(BadData, match=f"{edit} mixes or counts"):
+                model(ids)
 
 
 def test_a_metric_that_no_document_is_long_enough_for_is_told_beside_others():

@@ -94,13 +94,14 @@ HOSTILE = (
 
 
 def test_what_pins_hold_is_text_in_notes_pages_and_shells(tmp_path):
-    notes = pins.markdown(HOSTILE)
+    notes = pins.markdown(tmp_path, HOSTILE)
     outside = [line for line in notes.splitlines() if not line.startswith("      ")]
     assert not [line for line in outside if re.search(r"(?<!\\)[\[<`$]", line)]
     assert [line for line in outside if line.startswith("#")] == ["# Kept views"]
     commands = [shlex.split(line) for line in notes.splitlines() if line.startswith("      ")]
     assert [command[:2] for command in commands] == [["workbench", "view"]] * 3
     assert HOSTILE[1].link in commands[1]
+    assert all(f"--runs={tmp_path}" in command for command in commands), "not the runs of the working directory"
     assert commands[2][-2:] == ["--", "--help"]
     cells = [c["source"] for c in json.loads(pins.notebook(tmp_path, HOSTILE))["cells"] if c["cell_type"] == "markdown"]
     assert not [cell for cell in cells if re.search(r"(?<!\\)[\[<`$]", cell)]

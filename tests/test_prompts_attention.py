@@ -14,6 +14,7 @@ import torch
 from prompt_ids import some_ids
 from seams import ATTENDING
 
+import workbench
 from workbench.errors import BadData, UnknownName
 from workbench.kernels.pooled_maps import bucket_edges
 from workbench.metrics.attention import effective_keys, row_entropy, sink_mass
@@ -71,14 +72,38 @@ def test_statistics_equal_those_the_model_shows(awake, any_attention):
     ]
     table = found.statistics.set_index(["layer", "head"])
     for layer, (entropies, sinks) in names.items():
+        null = 1.0 if "attn.hook_null" in str(list(model.hook_dict)) else None
         expected = {
             "row_entropy": row_entropy(cache[entropies]),
-            "normalised_entropy": row_entropy(cache[entropies], normalised=True),
+            "normalised_entropy": row_entropy(cache[entropies], null, normalised=True),
             "effective_keys": effective_keys(cache[entropies]),
             "sink_mass": sink_mass(cache[sinks]),
         }
         for name, values in expected.items():
             assert table.loc[layer, name].tolist() == pytest.approx(values[0].tolist(), abs=1e-4), (layer, name)
+
+
+@pytest.mark.parametrize("architecture", ["sink_logit", "cross_layer", "residual_attention", "gqa"])
+def test_shares_of_the_keys_in_sight_are_1_where_all_are_alike_and_never_more(tiny, awake, architecture):
+    """Queries and logits of zero: each key, each layer's key at a position, and the column for no token weigh the same."""
+    model, ids = tiny(architecture), torch.randint(61, (3, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "q_proj" in name or "sink_logit" in name:
+                p.zero_()
+    columns = np.arange(1, 18) + (architecture == "sink_logit")
+    measured = workbench.measure(model, ["row_entropy", "effective_keys"], ids).query("control.isna()")
+    for _, rows in measured[measured["layer"] > 0].groupby("layer"):
+        of = {
+            (m, v or ""): g["value"].to_numpy()
+            for (m, v), g in rows.fillna({"variant": ""}).groupby(["metric", "variant"])
+        }
+        np.testing.assert_allclose(of["row_entropy", ""], np.log(columns).mean(), rtol=1e-5)
+        np.testing.assert_allclose(of["effective_keys", ""], columns.mean(), rtol=1e-5)
+        np.testing.assert_allclose(of["row_entropy", "normalised"], 1, rtol=1e-5)
+        np.testing.assert_allclose(of["effective_keys", "share"], 1, rtol=1e-5)
+    shares = workbench.measure(awake(architecture), ["row_entropy", "effective_keys"], ids).query("variant.notna()")
+    assert shares["value"].between(0, 1).all()
 
 
 def test_uniform_attention_has_the_uniform_numbers(tiny):

@@ -53,6 +53,7 @@ def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, 
         info["data"]["shortest"] = drawn
         file_io.write_json(tmp_path / path.name / "run.json", info)
     page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    assert f"Reproduce: workbench report --runs {tmp_path}" in page
     assert [w for w in ("always begins at", "has to recognise", "In some of these runs") if w in page][-1].startswith(
         says
     )

@@ -217,7 +217,7 @@ def test_a_run_is_xrayed_into_one_offline_page(a_run, tmp_path):
     assert text.count("<section>") == 4
     assert "documents of 64 tokens in float32; " in text
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", text)  # nothing is fetched
-    assert "Reproduce: <code>workbench xray" in text
+    assert f"Reproduce: <code>workbench xray {a_run.path} --documents 8</code>" in text, "from any working directory"
 
 
 @pytest.mark.slow

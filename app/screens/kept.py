@@ -38,7 +38,7 @@ def main() -> None:
             files = (
                 ("Page (HTML)", lambda: pins.as_html(cached_source(), kept), "kept.html", "text/html"),
                 ("Notebook", pins.notebook(source.folder, kept), "kept.ipynb", "application/json"),
-                ("Notes (Markdown)", pins.markdown(kept), "kept.md", "text/markdown"),
+                ("Notes (Markdown)", pins.markdown(source.folder, kept), "kept.md", "text/markdown"),
             )
             for label, data, name, kind in files:
                 st.download_button(label, data, name, kind, on_click="ignore")

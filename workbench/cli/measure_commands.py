@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -106,7 +107,14 @@ def analyze(
         analysis = analyse(places, questions=question, data=text, n=documents, workers=processes, progress=task)
         task(task.done, what="writing")
         write_tables(analysis, out)
-        page = write_page(analysis, out, f"workbench analyze {' '.join(map(str, places))} --out {out}")
+        options = {
+            "--question": question or (),
+            "--text": [text] if text else (),
+            "--documents": [documents],
+            "--out": [out],
+        }
+        words = [*places, *(word for name, values in options.items() for value in values for word in (name, value))]
+        page = write_page(analysis, out, f"workbench analyze {shlex.join(map(str, words))}")
         write_figures(analysis, out, png=png, svg=svg)
     if as_json:
         print_json(verdict_table(analysis))

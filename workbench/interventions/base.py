@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.hook_names import ACTIVATIONS, stream_hook
-from workbench.metrics.found_sinks import sink_positions
+from workbench.metrics.found_sinks import column_excess, sink_positions
 from workbench.metrics.residual import loss
 from workbench.observing.interception.documents_and_labels import Segments, weighted_mean
 
@@ -85,13 +85,18 @@ def hook_points(model: Any, site: str) -> dict[int, str]:
 
 
 def sinks_by_layer(model: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return detected sink positions and column sums [batch, head, pos] by layer, for layers that show their attention."""
+    """Return detected sink positions and column excess [batch, head, pos] by layer, for layers that show attention of a known mask."""
     hooks = [ACTIVATIONS[name].hook for name in ("received", "row_max")]
     points = {n: [hook.format(layer=n) for hook in hooks] for n in range(model.config.n_layers)}
     points = {n: names for n, names in points.items() if set(names) <= model.hook_dict.keys()}
     with torch.no_grad():
         _, cache = model.run_with_cache(ids, names_filter=[name for names in points.values() for name in names])
-    return {n: (sink_positions(cache[sums], cache[largest]), cache[sums]) for n, (sums, largest) in points.items()}
+    windows = {n: window for n in points if (window := model.attention_window(n)) != 0}
+    received, row_max = ({n: cache[points[n][at]] for n in windows} for at in (0, 1))
+    return {
+        n: (sink_positions(received[n], row_max[n], window), column_excess(received[n], window)[0])
+        for n, window in windows.items()
+    }
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
 from workbench.kernels.joint_softmax import joint_attention
-from workbench.metrics.found_sinks import column_excess, sink_positions
+from workbench.metrics.found_sinks import sink_positions
 from workbench.models.decomposition import crossed_points, gate_of
 from workbench.statistics.sink_thresholds import sink_kind
 
@@ -46,8 +46,8 @@ def first_token_norm(
         at = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
         if positions == "found":  # the documents in which a head rests on some position, and the strongest of these
             total = torch.zeros(ids.shape, dtype=torch.double, device=ids.device)
-            for is_sink, received in sinks_by_layer(model, ids).values():
-                total += torch.where(is_sink, column_excess(received)[0], 0).sum(1)
+            for is_sink, excess in sinks_by_layer(model, ids).values():
+                total += torch.where(is_sink, excess, 0).sum(1)
             has_sink = total.sum(1) > 0
             ids, at = ids[has_sink], total.argmax(1)[has_sink]
             if not len(ids):
@@ -101,9 +101,14 @@ def massive_emergence(model: Any, sample: Any, data: Any, batch: int) -> Iterato
             yield mean_row(each.argmax(1), variant=which, unit="layer")
 
 
-def _from_found(given: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return each query's attention to its head's found positions [batch, head, pos], and their part of z; None for a mixed pattern."""
-    at = sink_positions(given["received"], given["row_max"])
+def _from_found(given: dict[str, Tensor], window: int | None) -> tuple[Tensor, Tensor] | None:
+    """Return each query's attention to its head's found positions [batch, head, pos], and their part of z.
+
+    None for a mixed pattern, and for a mask of an unknown kind, whose `window` is 0.
+    """
+    if window == 0:
+        return None
+    at = sink_positions(given["received"], given["row_max"], window)
     most, heads = int(at.sum(-1).max()), at.shape[1]
     is_one, places = at.double().topk(max(most, 1), dim=-1)  # [batch, head, few]
     group = heads // given["v"].shape[2]
@@ -175,7 +180,11 @@ def sink_output(
         for n in layers:
             given = {x: cache[f"blocks.{n}.attn.hook_{x}"].double() for x in points}
             attn, z = model.blocks[n].attn, given["z"]
-            found = (given["sink"], _from_first(attn, given, cache)) if is_first else _from_found(given)
+            found = (
+                (given["sink"], _from_first(attn, given, cache))
+                if is_first
+                else _from_found(given, model.attention_window(n))
+            )
             if found is None:
                 continue
             sink, part = found[0], gate_of(model, lambda name: cache[name].double(), n)(found[1])  # noqa: B023

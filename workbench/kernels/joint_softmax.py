@@ -185,7 +185,7 @@ def joint_scores(softmax: Softmax, start: int, end: int) -> Float[Tensor, "batch
 def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
     """Compute statistics in strips of queries, summed over key sets; `lse` belongs to the last softmax.
 
-    Sums run in float32 (float64 for float64 inputs). The rows' entropy is over keys and sets together, so two equal sets add ln 2.
+    Sums run in float32 (float64 for float64 inputs). Entropy and maximum of a row are of its sum over sets, one number a position.
     """
     first, *others = softmaxes
     q = first.q
@@ -214,6 +214,4 @@ def joint_statistics(softmaxes: Sequence[Softmax]) -> AttentionStatistics:
 
 def statistics_of_sets(scores: Tensor, pattern: Tensor, null: Null = None) -> AttentionStatistics:
     """Compute statistics of a pattern [batch, head, query, set, pos], summed over key sets."""
-    of_all = statistics_of(scores.flatten(-2), pattern.flatten(-2), null)
-    received, sink = of_all.received.view(*pattern.shape[:2], *pattern.shape[3:]).sum(2), pattern[..., 0].sum(-1)
-    return replace(of_all, received=received, sink=sink.to(received))
+    return statistics_of(scores.flatten(-2), pattern.sum(-2), null)

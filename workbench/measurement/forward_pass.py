@@ -34,7 +34,7 @@ WHOLE = ("logits", "tokens", "counted", "window")
 LAYER_WEIGHTS = ("W_O",)
 """Weights of a layer that a metric of activations may also read."""
 
-RELATIVE = ("concentration_parts", "received_ratio")
+RELATIVE = ("concentration_parts", "received_ratio", "found_sinks", "column_excess")
 """Metrics relative to uniform attention in each variant."""
 
 HELD = 1 << 29
@@ -111,7 +111,7 @@ class Reduction:
     def needs_window(self) -> bool:
         """True if its numbers are relative to uniform attention, which a mask of unknown kind leaves unknown."""
         relative = self.variant not in (None, "per_head") or self.metric.name in RELATIVE
-        return relative and "window" in self.metric.optional
+        return self.metric.found or (relative and "window" in self.metric.optional)
 
     def has_number(self, value: Tensor) -> Tensor:
         """Return which sequences have a number: without a found position, a measure of one vector has NaN."""

@@ -142,13 +142,14 @@ def _why_absent(subject: Subject, item: Measure) -> str:
     for site in item.sites or (None,):
         for alias in item.reads(site):
             points = [ACTIVATIONS[alias].hook.format(layer=layer) for layer in range(model.config.n_layers)]
-            if not any(point in model.hook_dict for point in points):
+            if points[0] and not any(point in model.hook_dict for point in points):  # ids have none
                 why = model.absent.get(points[0], f"{model.architecture} has none")
                 return f"{item.name} has no numbers: {points[0]} does not exist: {why}"
+    windows = "window" in item.optional or item.found
+    if windows and 0 in map(model.attention_window, range(model.config.n_layers)):
+        return f"{item.name} has no numbers: uniform attention is unknown where a mask hides some keys and is no sliding window"
     if item.found:
         return f"{item.name} has no numbers: no head rests on a position of these documents"
-    if "window" in item.optional and 0 in map(model.attention_window, range(model.config.n_layers)):
-        return f"{item.name} has no numbers: uniform attention is unknown where a mask hides some keys and is no sliding window"
     weights = ", ".join(name for name in item.arguments if name in LAYER_WEIGHTS)
     return f"{item.name} has no numbers: {model.architecture} shows no {weights or 'layer with all of its inputs'}"
 
@@ -236,7 +237,7 @@ def _measure_one(
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
     machine = item.machine if isinstance(item, Intervention) else ()
-    found = ("found",) if item.found else ()
+    found = ("found within windows",) if item.found else ()
     return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites, *found)
 
 

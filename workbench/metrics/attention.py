@@ -6,31 +6,24 @@ latest keys where a layer has one. With a mask of another kind the window is 0: 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from workbench.errors import BadData
 from workbench.metrics.base import metric, wide
-from workbench.metrics.found_sinks import found_mass, sink_positions
+from workbench.metrics.found_sinks import found_mass, keys_in_sight, over_queries, sink_positions
 from workbench.statistics.sink_thresholds import SINK_MASS
-
-
-def keys_in_sight(T: int, window: int | None = None) -> Tensor:
-    """Return the number of keys in sight of each query, float64 [T]: up to `window`, NaN for one of 0 (unknown)."""
-    keys = torch.arange(1, T + 1, dtype=torch.float64)
-    return keys if window is None else keys.clamp(max=window) if window else keys * math.nan
 
 
 def uniform_importance(T: int, window: int | None = None) -> Tensor:
     """Return the token importance under uniform causal attention, (1/T) sum over the queries i that see j of 1 / keys(i), float64 [T]."""
-    rows = 1.0 / keys_in_sight(T, window)
-    sums = rows.flip(0).cumsum(0).flip(0)
-    if window and window < T:
-        sums[: T - window] -= sums[window:].clone()
-    return sums / T
+    return over_queries(1.0 / keys_in_sight(T, window), window) / T
+
+
+def columns_in_sight(rows: Tensor, window: int | None, null: Tensor | None) -> Tensor:
+    """Return the keys in sight of each query of rows [..., pos], and one more where attention may go to no token: `rows`' dtype [pos]."""
+    return (keys_in_sight(rows.shape[-1], window) + (null is not None)).to(rows)
 
 
 def _of_first(T: int, window: int | None, power: int) -> float:
@@ -148,41 +141,48 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 
 
 @metric(
-    unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2,
+    unit="nats", range="0..ln i at query i", reading="lower: the head is more focused", min_length=2, version=2,
     source="Shannon entropy of attention rows", variants={"normalised": {"normalised": True}},
     controls={"uniform_causal": lambda T, window=None: float(keys_in_sight(T, window).log().mean())},
     units={"normalised": "share"},
 )  # fmt: skip
 def row_entropy(
-    row_entropy: Float[Tensor, "batch head pos"], window: int | None = None, *, normalised: bool = False
+    row_entropy: Float[Tensor, "batch head pos"],
+    null: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
+    *,
+    normalised: bool = False,
 ) -> Float[Tensor, "batch head"]:
     """Mean over queries of the entropy of an attention row, for every head.
 
-    H_i = -sum_j A_ij ln A_ij, attention to no token counted as one key. `normalised`: mean over i >= 2 of H_i / ln(keys in sight).
+    H_i = -sum_j A_ij ln A_ij. Attention to no token (`null_mass`) counts as one more key, so H_i is at most ln(i + 1) there. Keys of
+    several layers at one position count as one. `normalised`: mean over i >= 2 of H_i / ln(keys in sight, and one for no token).
     Caution: the mean of exp(H) is not exp of the mean.
     """
     if not normalised:
         return row_entropy.mean(-1)
-    most = keys_in_sight(row_entropy.shape[-1], window)[1:].log()
-    return (row_entropy[..., 1:] / most.to(row_entropy)).mean(-1)
+    return (row_entropy / columns_in_sight(row_entropy, window, null).log())[..., 1:].mean(-1)
 
 
 @metric(
-    unit="keys", range="1..i at query i", reading="lower: the head is more focused", source="perplexity of attention rows",
+    unit="keys", range="1..i at query i", reading="lower: the head is more focused", version=2, source="perplexity of attention rows",
     variants={"share": {"share": True}}, units={"share": "share of the keys in sight"},
     controls={"uniform_causal": lambda T, window=None: float(keys_in_sight(T, window).mean())},
 )  # fmt: skip
 def effective_keys(
-    row_entropy: Float[Tensor, "batch head pos"], window: int | None = None, *, share: bool = False
+    row_entropy: Float[Tensor, "batch head pos"],
+    null: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
+    *,
+    share: bool = False,
 ) -> Float[Tensor, "batch head"]:
     """Number of keys with even attention that has the same entropy: the mean over queries of exp(H_i).
 
-    `share`: divided by the number of keys in sight. Caution: the mean of exp(H) is larger than exp of the mean entropy.
+    Attention to no token (`null_mass`) counts as one more key, so exp(H_i) is at most i + 1 there. `share`: divided by the number of
+    keys in sight, and one for no token. Caution: the mean of exp(H) is larger than exp of the mean entropy.
     """
     keys = row_entropy.exp()
-    if share:
-        keys = keys / keys_in_sight(keys.shape[-1], window).to(keys)
-    return keys.mean(-1)
+    return (keys / columns_in_sight(keys, window, null) if share else keys).mean(-1)
 
 
 TOP = 10
@@ -275,6 +275,7 @@ def sink_rate(
     sink: Float[Tensor, "batch head pos"],
     received: Float[Tensor, "batch head pos"] | None = None,
     row_max: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
     *,
     positions: str = "first",
 ) -> Float[Tensor, " batch"]:
@@ -284,7 +285,11 @@ def sink_rate(
     because the rate falls with T (uniform causal attention has alpha 0.074 there). With positions `found`, alpha is the head's
     `sink_mass` of found positions at the document's length. Caution: a fraction of heads, not of mass.
     """
-    alpha = sink[..., :64].mean(-1) if positions == "first" else sink_mass(sink, received, row_max, positions=positions)
+    alpha = (
+        sink[..., :64].mean(-1)
+        if positions == "first"
+        else sink_mass(sink, received, row_max, window, positions=positions)
+    )
     return (alpha > SINK_MASS).to(sink.dtype).where(alpha.isfinite(), alpha).mean(-1)  # NaN is no "no sink"
 
 
@@ -296,6 +301,7 @@ def sink_mass(
     sink: Float[Tensor, "batch head pos"],
     received: Float[Tensor, "batch head pos"] | None = None,
     row_max: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
     *,
     positions: str = "first",
 ) -> Float[Tensor, "batch head"]:
@@ -307,7 +313,7 @@ def sink_mass(
         return sink[..., 1:].mean(-1)
     if received is None or row_max is None:
         raise BadData("positions='found' needs received attention and row maxima")
-    return found_mass(received, sink_positions(received, row_max)).sum(-1)
+    return found_mass(received, sink_positions(received, row_max, window)).sum(-1)
 
 
 @metric(

@@ -56,6 +56,7 @@ def first_token_experts(
     expert_weights: Float[torch.Tensor, "batch pos expert"],
     received: Float[torch.Tensor, "batch head pos"] | None = None,
     row_max: Float[torch.Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
     *,
     positions: str = "first",
     between_later: bool = False,
@@ -76,7 +77,7 @@ def first_token_experts(
     if positions != "first":
         if received is None or row_max is None:
             raise BadData("positions='found' needs received attention and row maxima")
-        at = sink_positions(received, row_max).any(1)
+        at = sink_positions(received, row_max, window).any(1)
     sinks, others = (torch.einsum("bpe,bp->be", taken, x.to(taken)) for x in (at, ~at))  # tokens that take each expert
     number, count = taken.sum(-1).mean(-1), (~at).sum(-1)
     both = others * (others - 1) if between_later else sinks * others

@@ -19,47 +19,59 @@ from workbench.statistics.sink_thresholds import FOUND_EXCESS, FOUND_LENGTH, FOU
 NAMED = 6  # positions and tokens in the result, of each kind the strongest
 
 
-def _tail(x: Tensor) -> Tensor:
-    """Sum over the queries from each position on."""
-    return x.flip(-1).cumsum(-1).flip(-1)
+def keys_in_sight(T: int, window: int | None = None) -> Tensor:
+    """Return the number of keys in sight of each query, float64 [T]: up to `window`, NaN for one of 0 (unknown)."""
+    keys = torch.arange(1, T + 1, dtype=torch.float64)
+    return keys if window is None else keys.clamp(max=window) if window else keys * math.nan
 
 
-def column_excess(received: Float[Tensor, "batch head pos"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare column sums with uniform causal attention.
+def over_queries(rows: Tensor, window: int | None = None) -> Tensor:
+    """Sum numbers of queries [..., pos] over the queries that see each position: those from it on, as many as the `window`."""
+    sums, T = rows.flip(-1).cumsum(-1).flip(-1), rows.shape[-1]
+    if window and window < T:
+        sums[..., : T - window] -= sums[..., window:].clone()
+    return sums
+
+
+def column_excess(
+    received: Float[Tensor, "batch head pos"], window: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare column sums with uniform causal attention, to the `window` latest keys where a layer has one.
 
     Returns:
-        c_j - sum over i >= j of 1 / (i + 1), float64 like `received`; the number of queries that see each position [pos]; and
-        whether these are at least a quarter of all, and more than 10 [pos].
+        c_j - sum over the queries i that see j of 1 / keys(i), float64 like `received`; the number of these queries [pos]; and
+        whether they are at least a quarter of all, and more than 10 [pos].
     """
     T = received.shape[-1]
-    queries = torch.arange(T, 0, -1, device=received.device)
-    even = _tail(1.0 / torch.arange(1, T + 1, dtype=torch.double, device=received.device))
+    queries = torch.arange(T, 0, -1, device=received.device).clamp(max=window or T)
+    even = over_queries(1.0 / keys_in_sight(T, window), window).to(received.device)
     # where each query attends to one recent key alone, a column sums to 1: no excess of 0.1 for more than 10 queries
     return received.double() - even, queries, (queries >= FOUND_QUERIES * T) & (queries * FOUND_EXCESS > 1)
 
 
 def sink_positions(
-    received: Float[Tensor, "batch head pos"], row_max: Float[Tensor, "batch head pos"]
+    received: Float[Tensor, "batch head pos"], row_max: Float[Tensor, "batch head pos"], window: int | None = None
 ) -> Bool[Tensor, "batch head pos"]:
     """Detect the positions on which each head rests, in each document: at most 4 a head.
 
     Three conditions define a sink of a head. At least a quarter of the queries, and more than 10, see the position. Their mean
     attention to it exceeds that of uniform causal attention by 0.1. The excess t of the column sum is significant under the null model, by
     Bernstein's inequality and Bonferroni's correction: t^2 / 2 / (V + m t / 3) > ln(positions / 0.01). Here m_i is the largest
-    weight of row i, m the largest of the later rows, and V bounds the variance: V = sum over i >= j of m_i / (i + 1).
+    weight of row i, m the largest of the later rows, and V bounds the variance: V = sum over the queries i that see j of m_i / keys(i).
 
     Args:
         received: Column sums c_j of the attention pattern.
         row_max: Largest weight m_i of each row.
+        window: Number of latest keys that a query sees; None for all. One of less than a quarter of the document has no sinks.
 
     Note:
         Documents of fewer than 16 tokens show no significant sink. Row 0 has one key, so it cannot vary.
     """
     T = received.shape[-1]
-    excess, queries, tested = column_excess(received)
+    excess, queries, tested = column_excess(received, window)
     largest = row_max.double().clone()
     largest[..., 0] = 0
-    variance = _tail(largest / torch.arange(1, T + 1, device=received.device))
+    variance = over_queries(largest / keys_in_sight(T, window).to(received.device), window)
     bound = largest.flip(-1).cummax(-1).values.flip(-1)
     evidence = excess.clamp_min(0).square() / 2 / (variance + bound * excess.clamp_min(0) / 3)
     selected = tested & (excess > FOUND_EXCESS * queries) & (evidence > math.log(max(int(tested.sum()), 1) / FOUND_P))
@@ -80,7 +92,7 @@ def found_mass(
 
 
 @metric(
-    unit="share", range="0..1", reading="higher: the head rests more on few positions", min_length=FOUND_LENGTH,
+    unit="share", range="0..1", reading="higher: the head rests more on few positions", min_length=FOUND_LENGTH, version=2,
     source="this project: column sums against rows in random order (Bernstein's inequality)", controls={},
 )  # fmt: skip
 class FoundSinks:
@@ -103,8 +115,9 @@ class FoundSinks:
         received: Float[Tensor, "batch head pos"],
         row_max: Float[Tensor, "batch head pos"],
         tokens: Int[Tensor, "batch pos"],
+        window: int | None = None,
     ) -> None:
-        share = found_mass(received, sink_positions(received, row_max)).double().cpu()
+        share = found_mass(received, sink_positions(received, row_max, window)).double().cpu()
         self.n += len(share)
         self._add("", share.sum((0, -1)))
         for document, ids in zip(share, tokens.tolist(), strict=True):
@@ -136,8 +149,8 @@ class ColumnExcess:
     def __init__(self) -> None:
         self.sum, self.count = torch.zeros(0, 0, dtype=torch.double), torch.zeros(0, dtype=torch.double)
 
-    def update(self, received: Float[Tensor, "batch head pos"]) -> None:
-        excess, queries, tested = column_excess(received)
+    def update(self, received: Float[Tensor, "batch head pos"], window: int | None = None) -> None:
+        excess, queries, tested = column_excess(received, window)
         self._add((excess / queries)[..., tested].sum(0).cpu(), torch.full((int(tested.sum()),), float(len(received))))
 
     def merge(self, other: ColumnExcess) -> None:

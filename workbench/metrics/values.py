@@ -36,6 +36,7 @@ def value_drain(
     vectors: Float[Tensor, "batch pos *width"],
     received: Float[Tensor, "batch head pos"] | None = None,
     row_max: Float[Tensor, "batch head pos"] | None = None,
+    window: int | None = None,
     *,
     positions: str = "first",
 ) -> Float[Tensor, " batch"]:
@@ -49,7 +50,7 @@ def value_drain(
         return norms[:, 0] / norms[:, 1:].quantile(0.5, dim=-1)
     if received is None or row_max is None:
         raise BadData("positions='found' needs received attention and row maxima")
-    at = sink_positions(received, row_max).any(1)
+    at = sink_positions(received, row_max, window).any(1)
     others = norms.masked_fill(at, math.nan).nanquantile(0.5, dim=-1)
     ratio = torch.where(at, norms, 0).sum(-1) / at.sum(-1) / others
     return ratio.nan_to_num(nan=math.inf).where(at.any(-1), math.nan)  # NaN means: no such position

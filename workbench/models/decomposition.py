@@ -37,7 +37,8 @@ By = Literal["layer", "head", "value_path"]
 BIAS = "bias"  # label of the constant that the final norm and the head add to the logits
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative error of the sum by the coarsest type of the run, relative to the largest sum of the parts' magnitudes."""
+"""Largest error of the sum by the coarsest type of the run, relative to the sum of the parts' magnitudes: at any position the root mean
+square over channels of a stream, or the largest of the logits relative to the largest sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,9 +391,12 @@ def decompose(
             if to == "logits":
                 stacked, whole = _logits(model, end, read, stacked, tokens, against)
                 labels += [BIAS] if len(stacked) > len(labels) else []
-        size = stacked.abs().sum(0).max().clamp(min=torch.finfo(stacked.dtype).tiny)
-        result = Decomposition(parts=stacked, labels=labels, whole=whole)
-        off = result.error / size.item()
+        least, size = torch.finfo(stacked.dtype).tiny, stacked.abs().sum(0)
+        result, left = Decomposition(parts=stacked, labels=labels, whole=whole), (stacked.sum(0) - whole).abs()
+        if to == "logits" or through is not None:
+            off = float(left.max() / size.max().clamp(min=least))
+        else:  # by channel: a massive one excuses nothing in the others
+            off = float((left / size.clamp(min=least)).square().mean(-1).sqrt().max())
     if not off <= TOLERANCE[read.coarsest]:
         raise WorkbenchError(
             f"the parts by {by} miss {'stream ' if isinstance(to, int) else ''}{'the stream' if to is None else to} by"

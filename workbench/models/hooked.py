@@ -122,7 +122,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     caches = False  # whether `logits` takes a key-value cache
     start_token: int | None = None  # the id that begins every text
     reads_masks = False  # whether `logits` takes a mask of the tokens [batch, pos] as its third argument
-    mixes_positions = ""  # an edit that is set and mixes all positions of a prompt, as text
+    mixes_positions = ""  # an edit that is set and mixes or counts the positions of a prompt, as text
 
     def __init__(self, config: ModelConfig, architecture: str) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     def refuse_parts(self) -> None:
         """Raise `BadData`: the edit that is set would mix padding, or the new tokens of a cached run alone."""
         raise BadData(
-            f"{self.mixes_positions} mixes all positions of a prompt: run complete prompts without padding, and without past_kv_cache"
+            f"{self.mixes_positions} mixes or counts the positions of a prompt: run complete prompts without padding and past_kv_cache"
         )
 
     def _padding(self, ids: Tensor, attention_mask: Any) -> Tensor | None:

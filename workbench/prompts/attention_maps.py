@@ -311,7 +311,7 @@ def attention_overview(
         assert sink is not None
         columns: dict[str, Tensor] = {
             "row_entropy": row_entropy(entropy),
-            "normalised_entropy": row_entropy(entropy, model.attention_window(layer), normalised=True),
+            "normalised_entropy": row_entropy(entropy, null, model.attention_window(layer), normalised=True),
             "effective_keys": effective_keys(entropy), "sink_mass": sink_mass(sink),
         }  # fmt: skip
         columns |= {} if null is None else {"null_mass": null_mass(null)}
@@ -353,11 +353,8 @@ def _statistics(softmaxes: Sequence[SoftmaxArrays]) -> tuple[Tensor, Tensor]:
     step = max(1, STRIP // T)
     for head, start in itertools.product(range(heads), range(0, T, step)):
         rows = range(start, min(start + step, T))
-        patterns: dict[int, Tensor] = {}
-        for place, _, w in weights_by_keys(softmaxes, head, rows, range(rows.stop)):
-            patterns[place] = patterns[place] + w if place in patterns else w
-        here = slice(rows.start, rows.stop)
-        for w in patterns.values():
-            entropy[0, head, here] += torch.special.entr(w).sum(-1)
-            sink[0, head, here] += w[:, 0]
+        weights = sum(w for *_, w in weights_by_keys(softmaxes, head, rows, range(rows.stop)))
+        assert isinstance(weights, Tensor)
+        entropy[0, head, rows.start : rows.stop] = torch.special.entr(weights).sum(-1)
+        sink[0, head, rows.start : rows.stop] = weights[:, 0]
     return entropy, sink

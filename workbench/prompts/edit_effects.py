@@ -44,7 +44,7 @@ class Effect:
     top_after: pd.DataFrame  # the likeliest under the edits; columns as above
     before: np.ndarray  # [d_vocab] probabilities of the token that follows the prompt, unedited
     after: np.ndarray  # under the edits
-    divergence: float  # KL(before || after) of the token that follows the prompt, nats, >= 0
+    divergence: float  # KL(before || after) of the token that follows the prompt, nats, >= 0; NaN if a logit is NaN
 
     @property
     def n(self) -> int:
@@ -82,7 +82,8 @@ def edit_effect(
         top_after=_likeliest(prompt, now, was, now, top),
         before=was.exp().float().numpy(),
         after=now.exp().float().numpy(),
-        divergence=max(0.0, float((was.exp() * (was - now)).nansum())),  # 0 * inf: a token that neither expects
+        # 0 * inf: a token that neither expects
+        divergence=float((was.exp() * (was - now)).masked_fill(was == -torch.inf, 0).sum().clamp_min(0)),
     )
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.kernels.joint_softmax import Softmax, joint_attention
-from workbench.metrics.attention import keys_in_sight
 from workbench.metrics.base import wide
+from workbench.metrics.found_sinks import keys_in_sight
 from workbench.models.activation_cache import Cache
 from workbench.models.attention import JointAttention
 from workbench.models.decomposition import TOLERANCE, Reader, anatomy_of, decompose, label_parts

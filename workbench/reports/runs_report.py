@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -171,5 +172,5 @@ def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict
         marked = "Some architectures were assumed, as their checkpoints do not say: they are marked in the figures."
         page.add(paragraph(marked))
     page.add(*(paragraph(f"{name} was left out: {problem}") for name, problem in problems.items()))
-    page.add(paragraph("Reproduce with: make demo (or workbench demo --runs FOLDER), then workbench report."))
+    page.add(paragraph(f"Reproduce: workbench report --runs {shlex.quote(str(runs[0].path.parent))}"))
     page.add(numbers_html(pd.DataFrame(rows), "the runs"))

@@ -8,6 +8,7 @@ residual help here, and what speaks for and against? Works on runs, on checkpoin
 
 from __future__ import annotations
 
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -148,7 +149,7 @@ def xray(
     from workbench.measurement.measuring import measure  # torch, which a page of stored records does not need
 
     subject = run_or_model(thing, device)
-    given = f" --text {data}" if isinstance(data, str | Path) else ""
+    given = f" --text {shlex.quote(str(data))}" if isinstance(data, str | Path) else ""
     given += (f" --documents {n}" if n != DOCUMENTS else "") + (f" --length {T}" if T else "") + " --layers" * layers
     source, length, data = data, _length(subject, T, data), xray_data(subject, data, n, T)
     names = [BY_LAYER if layers and m == TOGETHER else m for m in measurable(length)]
@@ -171,7 +172,6 @@ def xray(
             warnings.simplefilter("ignore", NotMeasured)
             frame = pd.concat([frame, once(metrics="value_drain", positions="found")], ignore_index=True)
     name = subject.name if isinstance(subject, Run) else str(frame["run"].iloc[0])
-    where = subject.path.name if isinstance(subject, Run) else thing if isinstance(thing, str | Path) else name
     fitted, path = getattr(subject, "fitted_paths", None), None
     if fitted is not None and all(one.exact for one in fitted if one.into == "value"):
         from workbench.observing.recognition.value_paths import paths_in_words
@@ -180,6 +180,7 @@ def xray(
     result = answers(frame, _reasons(subject, data), path, token_name(subject))
     coverage = "" if isinstance(subject, Run) or subject.foreign is None else str(subject.coverage)
     in_files = isinstance(thing, str | Path | Run) and (source is None or isinstance(source, str | Path))
+    where = shlex.quote(str(thing.path if isinstance(thing, Run) else thing))
     command = f"workbench xray {where}{given}" if in_files else ""  # none that gives other numbers
     return XRay(name, tuple(result), frame, command, coverage)
 

@@ -252,11 +252,9 @@ def effect(source: Source, link: Link) -> Drawing:
         columns = {"token": names, "before": e.loss_before, "after": e.loss_after, "change": change}
         frames.append(pd.DataFrame({"model": subject.title, **columns}))
         before, after = e.loss_before.mean(), e.loss_after.mean()
-        same = len(e.loss_after) > 1 and float(np.ptp(e.loss_after)) < 1e-4
-        constant = "; every token has the same loss now: the model ignores the text" if same else ""
         sentences.append(
             f"{subject.title}: mean loss {number(before)} to {number(after)} nats, change {_mean(change)}; "
-            f"KL divergence of the distribution after the last token {e.divergence:.3g} nats{constant}"
+            f"KL divergence of the distribution after the last token {e.divergence:.3g} nats"
             if edited
             else f"{subject.title}: mean loss {number(before)} nats per token"
         )

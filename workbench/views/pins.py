@@ -118,13 +118,15 @@ def as_html(source: Source, kept: Sequence[Pin]) -> str:
             page.add(paragraph(f"Not drawn: {drawing}", "small"))
         else:
             page.add(page.figure(drawing.figure), paragraph(drawing.sentence), numbers_html(drawing.table))
-        page.add(paragraph(f"{pin.kept}: {_command(pin)}", "small"))
+        page.add(paragraph(f"{pin.kept}: {_command(source.folder, pin)}", "small"))
     return page.html()
 
 
-def markdown(kept: Sequence[Pin]) -> str:
+def markdown(folder: Path, kept: Sequence[Pin]) -> str:
     """Return the pins as notes and commands in Markdown, with their text escaped."""
-    parts = [f"- {escaped(p.note or p.view)} ({escaped(p.kept)})\n\n      {_command(p, out=True)}\n" for p in kept]
+    parts = [
+        f"- {escaped(p.note or p.view)} ({escaped(p.kept)})\n\n      {_command(folder, p, out=True)}\n" for p in kept
+    ]
     return "# Kept views\n\n" + "\n".join(parts)
 
 
@@ -146,10 +148,10 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+\-.!|$:<>~&])", r"\\\1", " ".join(str(text).split()))
 
 
-def _command(pin: Pin, out: bool = False) -> str:
-    """The shell command that draws a pin, on one line; `=` keeps text from becoming another option."""
+def _command(folder: Path, pin: Pin, out: bool = False) -> str:
+    """The shell command that draws a pin from a folder of runs, on one line; `=` keeps text from becoming another option."""
     name = re.sub(r"[^\w-]+", "_", pin.view)
-    words = ["workbench", "view", " ".join(pin.link.split()), f"--only={pin.view}"]
+    words = ["workbench", "view", " ".join(pin.link.split()), f"--only={pin.view}", f"--runs={folder}"]
     words += [f"--out={name}.svg"] if out else []
     if words[2].startswith("-"):
         words = [*words[:2], *words[3:], "--", words[2]]

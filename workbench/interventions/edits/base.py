@@ -23,7 +23,7 @@ from workbench.models.hooked import HookedModel
 
 Numbers = tuple[int, ...]
 _RANGE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
-LARGEST = 1e30  # whose product with an activation float32 still holds
+LARGEST = 1e15  # a norm squares its product with an activation, which float32 still holds
 MAX_RANGE = 100_000  # longer than any context, short enough for the memory
 
 
@@ -185,8 +185,8 @@ class Edit:
 
     @property
     def mixes_positions(self) -> bool:
-        """True if the result at one position depends on all positions."""
-        return getattr(self, "how", "") in ("mean", "shuffle")
+        """True if the result at one position depends on all positions, or on where the prompt ends."""
+        return getattr(self, "how", "") in ("mean", "shuffle") or any(p < 0 for p in getattr(self, "position", ()))
 
     def points(self, model: HookedModel, layer: int) -> list[str]:
         """Hook points it changes at a layer."""

@@ -11,10 +11,11 @@ Numbers are lists: `3`, `2..5`, `0/2/7..9`, negative positions from the end; non
 To add a kind write its class (`base.Edit`) and name it in `KINDS`.
 
 Order: edits of one tensor apply in the listed order; edits of different tensors in the order of the forward pass. A later
-edit of one coefficient wins. A mean or a shuffle over positions is refused with padding, and for tokens that continue a cache;
-`generate` then runs without one. Activations from other layers, positions or prompts come from the unedited model. Edits cost no
-T x T array, except sinks of observed models, and `sink:how=keep` where a shortcut defines the attention. A cache without a filter
-rebuilds patterns from queries and keys, so to see the pattern under an edited sink, name it (`names_filter`, or a hook).
+edit of one coefficient wins. A mean or a shuffle over positions, and a position from the end, is refused with padding and for
+tokens that continue a cache; `generate` then runs without one. Observed models refuse every named position with padding.
+Activations from other layers, positions or prompts come from the unedited model. Edits cost no T x T array, except sinks of
+observed models, and `sink:how=keep` where a shortcut defines the attention. A cache without a filter rebuilds patterns from
+queries and keys, so to see the pattern under an edited sink, name it (`names_filter`, or a hook).
 
 Source: activation patching as in Meng et al. (2022), ROME, and Wang et al. (2023), IOI; zero and mean ablation as usual.
 """
@@ -394,7 +395,9 @@ def applied(model: HookedModel, edits: Sequence[Edit], inputs: Inputs) -> Iterat
             edit.prepare(model, layers, inputs)
         before = model.mixes_positions
         stack.callback(lambda: setattr(model, "mixes_positions", before))
-        model.mixes_positions = next((str(edit) for edit in edits if edit.mixes_positions), before)
+        counted = [edit for edit in edits if edit.mixes_positions or (model.foreign and getattr(edit, "position", ()))]
+        # padding of observed models may come first, where no position of a prompt has its own number
+        model.mixes_positions = next(map(str, counted), before)
         # the embedding's hook does nothing: with it a compiled model runs where hooks and other methods count
         hooks: list[Hook] = [("hook_embed", lambda x, hook: None)] if "hook_embed" in model.hook_dict else []
         # a renormalised sink wraps the others: what is written is left out inside, where it is seen what is forbidden

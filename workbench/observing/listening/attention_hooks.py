@@ -320,14 +320,14 @@ class AttentionRun(RunState, CallHandler):
         listeners = [hooked for hooked, _ in self.listeners("softmax")]
         for hooked in listeners:
             shaped = self._square(hooked, scores)
+            if self.masks is not None:  # of the module itself: a hook may hide keys too
+                for head in shaped.split(1, 1):
+                    self.masks.add(visible_keys(head))
             out = self.fire_at(hooked, "attn_scores", shaped)
             scores = scores if out is shaped else self._from_square(hooked, out, scores)
         pattern = run(scores)
         for hooked in listeners:
             attention, names = hooked.part.attention, hooked.part.attention.statistics
-            if self.masks is not None:
-                for head in self._square(hooked, scores).split(1, 1):
-                    self.masks.add(visible_keys(head))
             if hooked.hooks_any("pattern", "rot_q", "rot_k", *names):
                 seen = visible_keys(self._square(hooked, scores)[:, :1])
                 self._check_mask(hooked, mask_kind(seen, False, self.positions.length), partial(Tensor.bool, seen))

@@ -277,8 +277,7 @@ def _find_middle(trace: Trace, layer: LayerStructure, placed: Sequence[Output], 
     before, added = layer.rows["in"], layer.rows["attn_out"]
 
     def is_norm_of(rows: Tensor, stream: Tensor) -> bool:
-        slack = EXACT.get(rows.dtype, 1e-2) * float(stream.abs().max())
-        return float((rows - stream).abs().max()) <= slack or fit_norm(stream, rows) is not None
+        return is_rounded(rows - stream, [rows, before, added]) or fit_norm(stream, rows) is not None
 
     reads = [
         t.rows for e in inside if attention.end < e.start < others[0][0].end and e.name != MATRIX
@@ -290,19 +289,30 @@ def _find_middle(trace: Trace, layer: LayerStructure, placed: Sequence[Output], 
         layer.rows["mid"] = rest[0]
 
 
+def is_rounded(left: Tensor, terms: Sequence[Tensor], steps: int = 8) -> bool:
+    """Return whether a rest is the rounding of a sum of terms in the first one's type, element by element.
+
+    An element of thousands (a massive activation) excuses no rest in the others.
+    """
+    size = sum(term.double().abs() for term in terms)
+    return bool((left.double().abs() <= steps * torch.finfo(terms[0].dtype).eps * size).all())
+
+
 class _Sums:
     """Seven ways in which outputs may explain a block's output; each returns the outputs' factors, or None."""
 
     def __init__(self, layer: LayerStructure, before: EarlierStreams) -> None:
         self.before, self.out, self.first = layer.rows["in"], layer.rows["out"], before.streams[0]
         self.target = self.out.double() - self.before.double()
-        self.slack = torch.finfo(self.out.dtype).eps * 32 * float(self.out.double().abs().max())
         self.tolerance = EXACT.get(self.out.dtype, 1e-2)
         self.keeps = 1.0, 0.0
         self._few_of: dict[int, Tensor] = {}  # by id of the tensor
         streams = [self.before] if torch.equal(self.before, self.first) else [self.before, self.first]
         self.basis = torch.linalg.qr(torch.stack([self._few(s) for s in streams], dim=1)).Q
-        self.streams = torch.linalg.qr(torch.stack([self._few(s) for s in before.streams], dim=1)).Q
+        self.earlier = [self._few(s) for s in before.streams]
+        self.streams = torch.linalg.qr(torch.stack(self.earlier, dim=1)).Q
+        # an element weighs in a fit as far as its rounding lets it tell sums apart
+        self.shares = 1 / (self.out.double().abs() + self.before.double().abs()).clamp_min(1e-30)
         self.outputs = before.outputs if before.is_complete else []
         self.few_added, self.few_out = self._few(self.out) - self._few(self.before), self._few(self.out)
 
@@ -317,24 +327,27 @@ class _Sums:
 
     def plain(self, parts: list[Tensor]) -> list[float] | None:
         """out = in + parts."""
-        if float((sum(self._few(part) for part in parts) - self.few_added).abs().max()) > self.slack:
-            return None
-        left = sum((part.double() for part in parts), -self.target)
-        return [1.0] * len(parts) if float(left.abs().max()) <= self.slack else None
+        for few in (_FEW, len(self.out)):
+            terms = [x[:few] for x in (self.out, self.before, *parts)]
+            if not is_rounded(sum((x.double() for x in terms[2:]), -self.target[:few]), terms):
+                return None
+        return [1.0] * len(parts)
 
     def scaled(self, parts: list[Tensor]) -> list[float] | None:
         """out = in + each part times a number."""
-        few = torch.stack([self._few(part) for part in parts], dim=1)
-        gram, dots = few.T @ few, few.T @ self.few_added
+        share = self._few(self.shares)
+        few, added = share[:, None] * torch.stack([self._few(part) for part in parts], dim=1), share * self.few_added
+        gram, dots = few.T @ few, few.T @ added
         if float(torch.linalg.det(gram)) <= 1e-8 * float(gram.diagonal().prod()):
             return None  # one tensor, or multiples of it
         factors = torch.linalg.solve(gram, dots)
-        left = few @ factors - self.few_added
-        if not float(left.norm()) <= self.tolerance * float(self.few_added.norm()) or not bool((factors != 0).all()):
+        left = few @ factors - added
+        if not float(left.norm()) <= 4 * self.tolerance * float(added.norm()) or not bool((factors != 0).all()):
             return None
-        numbers, _ = fit(self.target, parts)
+        numbers, _ = fit(self.shares * self.target, [self.shares * part.double() for part in parts])
         left = sum((c * part.double() for c, part in zip(numbers, parts, strict=True)), -self.target)
-        return numbers if float(left.abs().max()) <= 4 * self.slack else None
+        terms = [self.out, self.before, *(c * part for c, part in zip(numbers, parts, strict=True))]
+        return numbers if is_rounded(left, terms) else None
 
     def rescaled(self, parts: list[Tensor]) -> list[float] | None:
         """out = keep * in + again * x_0 + parts."""
@@ -346,6 +359,9 @@ class _Sums:
         (keep, *again), residual = fit(rest, streams)
         if residual > self.tolerance or abs(keep) * float(self.before.norm()) < _LEAST * float(self.out.norm()):
             return None  # a part would hold the stream itself
+        kept = [c * x.double() for c, x in zip((keep, *again), streams, strict=True)]
+        if not is_rounded(rest - sum(kept), [self.out, *kept, *parts]):
+            return None
         self.keeps = (keep, again[0] if again else 0.0)
         return [1.0] * len(parts)
 
@@ -357,11 +373,19 @@ class _Sums:
         factor = float((left * made).sum()) / size if size else 0.0
         exact = float((left - factor * made).norm()) <= self.tolerance * total
         keeps_stream = float((self.few_out - factor * added).norm()) > _LEAST * total  # else a part holds the stream
-        return [1.0] * len(parts) if exact and keeps_stream and abs(factor) * size**0.5 > _LEAST * total else None
+        if not exact or not keeps_stream or abs(factor) * size**0.5 <= _LEAST * total:
+            return None
+        share, new = self._few(self.shares), [self._few(self.before), *map(self._few, parts)]
+        (*old, last), _ = fit(share * self.few_out, [share * x for x in (*self.earlier, sum(new))])
+        terms = [*(c * x for c, x in zip(old, self.earlier, strict=True)), *(last * x for x in new)]
+        return (
+            [1.0] * len(parts) if is_rounded(self.few_out - sum(terms), [self.out[:_FEW].flatten(), *terms]) else None
+        )
 
     def alone(self, parts: list[Tensor]) -> list[float] | None:
         """out = two parts that do not read the stream itself."""
-        if len(parts) < 2 or float((self._few_sum(parts) - self.few_out).abs().max()) > self.slack:
+        few = [x[:_FEW] for x in (self.out, *parts)]
+        if len(parts) < 2 or not is_rounded(sum((x.double() for x in few[1:]), -few[0].double()), few):
             return None
         self.keeps = 0.0, 0.0
         return [1.0] * len(parts)
