@@ -180,6 +180,16 @@ def test_what_is_written_down(uninterrupted):
     assert uninterrupted.steps == [0, 8]
     assert uninterrupted.finished
     assert start(uninterrupted.path.parent).path == uninterrupted.path, "a finished run is not trained again"
+    copied = frame[(frame["metric"] == "copy_loss") & (frame["variant"] == "validation")]
+    validated = frame[frame["metric"] == "validation_loss"]
+    assert copied["step"].tolist() == validated["step"].tolist()
+    sample = uninterrupted.data.sample(uninterrupted.train.validation_sequences, uninterrupted.train.T).ids
+    with torch.no_grad():
+        each = uninterrupted.load()(sample, return_type="loss", loss_per_token=True)
+    second = each[:, sample.shape[1] // 2 :]
+    assert copied["value"].iloc[-1] == pytest.approx(float(second.mean()), rel=1e-5), (
+        "the second half, of the last weights"
+    )
 
 
 @pytest.mark.slow
