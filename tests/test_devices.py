@@ -1,11 +1,13 @@
 """On another device everything says what it says on the CPU: hooks, gradients, measures, figures, edits, observed modules, recordings.
 
 The device is a GPU where there is one, else a pretended one, which computes on the CPU and refuses tensors of both places.
+PyTorch cannot forget the latter, so `test_gpu.py` runs this file in a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 
 import dashboard
 import figure_outputs
@@ -29,8 +31,16 @@ from workbench.models.hooked import next_token_loss
 from workbench.runs.run import Run
 from workbench.training.recorder import DEFAULT, NotRecorded
 
+PRETENDED = "WORKBENCH_PRETENDED_DEVICE"
 DEVICE = "cuda" if torch.cuda.is_available() else pretended_device.NAME
-pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        DEVICE == pretended_device.NAME and PRETENDED not in os.environ,
+        reason="no CUDA device; test_gpu.py runs this on a pretended one",
+    ),
+]
 ALL = torch.cuda.is_available()  # every case on a GPU, some of each kind on the pretended device
 IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
 EDITS = (

@@ -1,6 +1,7 @@
 """The one command that waits for a GPU: rehearsed on a CPU, to its end, and on from there."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,22 @@ def test_without_a_device_it_says_so_and_ends_with_2(tmp_path):
     assert done.returncode == 2
     assert done.stderr == "no CUDA device here; --rehearse goes the same way on a CPU\n"
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_everything_says_on_a_pretended_device_what_it_says_on_the_cpu():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "tests/test_devices.py",
+    ]
+    environment = os.environ | {"WORKBENCH_PRETENDED_DEVICE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1], env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "skipped" not in done.stdout
