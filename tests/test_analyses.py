@@ -215,6 +215,7 @@ def test_tables_hold_what_the_sentences_say(three, tmp_path):
     assert "all domains" in pd.read_csv(tmp_path / "tables" / "lower_loss.csv")["comparison"].tolist()
 
 
+@pytest.mark.slow
 def test_command_writes_everything_and_speaks_json(three, tmp_path):
     command = ["analyze", *map(str, three), "--out", str(tmp_path), "--documents", "8", "--workers", "1", "--question"]
     said = CliRunner().invoke(app, [*command, "loss"])

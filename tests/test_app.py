@@ -97,6 +97,7 @@ def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_ho
 # ---- differences ----
 
 
+@pytest.mark.slow
 def test_differences_offer_the_comparison_and_then_show_the_documents_that_differ_most_in_loss(
     page, tmp_path, monkeypatch
 ):
@@ -171,6 +172,7 @@ def test_a_table_that_is_damaged_while_it_is_shown_is_named_and_no_longer_shown(
     assert "1 seed per model" in charts(at)[0].alt
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_named_and_does_not_hide_the_others(page, folders):
     at = page(folders["damaged"], "depth", metric="importance_entropy")
     assert any("text\\-svformer\\-s0" in w.value for w in at.warning)

@@ -28,6 +28,7 @@ def link_to_attention(at):
     return found.label, {key: value[0] for key, value in parse_qs(found.query_string).items()}
 
 
+@pytest.mark.slow
 def test_the_named_head_is_selected_and_followed(page, populated):
     at = page(populated, **RUN)
     assert len(charts(at)) == 3
@@ -51,6 +52,7 @@ def test_a_chosen_passage_leads_to_attention_with_its_query_held(page, populated
     assert asked.items() >= (RUN | {"prompt": found["prompt"][3], "lock": str(found["lock"][3])}).items()
 
 
+@pytest.mark.slow
 def test_a_measure_of_layers_that_comes_from_depth_is_named_and_not_called_ignored(page, populated):
     at = page(populated, a="text-resformer-s0", metric="token_identity_share")
     assert not ignored(at)

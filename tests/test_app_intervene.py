@@ -75,6 +75,7 @@ def test_symbols_are_not_offered_examples_of_text(browse, populated):
     assert not any("Use “" in b.label for b in at.button)
 
 
+@pytest.mark.slow
 def test_one_movement_of_the_slider_sets_the_shortcut_of_all_layers(browse, populated):
     at = browse(populated, "intervene", a="text-resformer-s0")
     slider = at.slider(key="edit_value")

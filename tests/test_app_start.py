@@ -38,12 +38,11 @@ def said(at):
     return " ".join(e.value.replace("\\", "") for kind in kinds for e in at.get(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "show"),
     [  # all runs are judged on every claim
-        pytest.param(kind, show, marks=pytest.mark.slow if show == "verdicts" or kind != "damaged" else ())
-        for kind, parts in SHOWN.items()
-        for show in parts
+        (kind, show) for kind, parts in SHOWN.items() for show in parts
     ],
 )
 def test_no_part_breaks_on_any_folder(page, folders, kind, show):
@@ -103,6 +102,7 @@ def test_the_story_tells_the_verdict_and_the_formation_steps(page, populated):
     assert "No sink formed" in said(at)
 
 
+@pytest.mark.slow
 def test_an_address_opens_the_table_of_grouped_runs_and_the_box_writes_it(page, populated):
     at = page(populated, show="here", group="model,seed")
     assert at.multiselect(key="w_group").value == ["model", "seed"]

@@ -25,7 +25,7 @@ def said(at):
     return " ".join(e.value.replace("\\", "") for kind in kinds for e in at.get(kind))
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "show"), [(kind, show) for kind, parts in SHOWN.items() for show in parts])
 def test_no_part_breaks_on_any_folder(page, folders, kind, show):
     at = page(folders[kind], show=show)

@@ -125,7 +125,7 @@ def test_each_written_architecture_and_option_is_compared():
         assert options_of(shortcut).keys() - silent <= tried[shortcut], shortcut
 
 
-@pytest.mark.fast(84)
+@pytest.mark.fast(56)
 @pytest.mark.parametrize(("architecture", "options", "config"), CASES)
 def test_equals_the_published_equations_in_values_and_gradients(awake, architecture, options, config):
     """With two key-value heads for four queries'; one for each is `golden`."""

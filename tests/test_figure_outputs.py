@@ -16,7 +16,7 @@ def test_every_link_is_kept():
     assert list(figure_outputs.kept()) == list(figure_outputs.LINKS)
 
 
-@pytest.mark.fast(11)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("link", figure_outputs.LINKS)
 def test_views_draw_and_say_what_they_did(source, link):
     found, kept = figure_outputs.drawn(source, link), figure_outputs.kept()[link]

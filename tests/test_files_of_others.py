@@ -147,6 +147,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.filterwarnings("ignore")
@@ -180,6 +181,7 @@ def test_any_prefix_is_named_and_comes_off_where_it_is_given(tiny, tmp_path, pre
         workbench.load(tmp_path / "c.pt", strip_prefix="nett.")
 
 
+@pytest.mark.slow
 def test_weights_below_another_key_are_read_where_it_is_named(tiny, tmp_path):
     student, teacher = tiny(seed=1), tiny(seed=2)
     nets = {"student": llama_tensors(student), "teacher": llama_tensors(teacher)}

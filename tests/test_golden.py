@@ -75,6 +75,7 @@ def test_a_published_implementation_is_reproduced(golden):
     assert entropy == pytest.approx(found["token_importance_entropy_by_layer"], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("folder", ["baseline_gqa", "denseformer_dilation2_period1"])
 def test_loading_without_a_name_warns_and_names_the_alternatives(folder):

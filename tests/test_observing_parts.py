@@ -237,6 +237,7 @@ def test_blocks_that_norm_scale_recall_or_write_over_are_taken_apart(name, ids):
         torch.testing.assert_close(weight, torch.full_like(weight, (1.1 * 0.8 + 0.3) * 0.8 + 0.3))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_head_of_several_mixers_and_last_positions_are_read(ids):
     sums(see(large(GPT(last=True)), ids), ids, 1e-4)

@@ -34,6 +34,7 @@ def projected(module, ids, *names):
     return [kept[n] for n in names]
 
 
+@pytest.mark.slow
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()

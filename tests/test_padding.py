@@ -148,6 +148,7 @@ def test_padded_rows_equal_the_documents_by_themselves(alone, side, how):
     assert frame["T"].unique().tolist() == [12]
 
 
+@pytest.mark.slow
 def test_accumulated_metrics_and_experiments_of_padded_rows_equal_those_of_the_text():
     text = torch.stack([documents((9,) * 8)[i] for i in range(8)])
     fitted = ("token_probe", "previous_token_probe")  # seconds; what they fit is gathered as for the streamed ones

@@ -66,6 +66,7 @@ def test_a_damaged_file_of_pins_is_refused_by_name(folder, text):
     assert (folder / pins.FILE).read_text() == text
 
 
+@pytest.mark.slow
 def test_the_menu_of_a_figure_keeps_it_and_the_page_shows_it(folder, browse):
     at = browse(folder, "depth", metric="importance_entropy")
     at.session_state["open_layers"] = True

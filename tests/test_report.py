@@ -73,6 +73,7 @@ def test_the_report_averages_no_runs_of_two_experiments():
     assert not first & second
 
 
+@pytest.mark.slow
 def test_no_number_is_the_mean_of_two_sets_of_documents(tmp_path, monkeypatch):
     """The report, a study's outcome, the runs behind a claim and an exported log take the later and larger set, as pages do."""
     common = dashboard.run(tmp_path, "text-transformer-s0", "transformer", 0, "text")

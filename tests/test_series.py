@@ -74,6 +74,7 @@ def test_a_step_with_a_unit_is_refused_and_not_cut_to_its_number(trained, name):
     assert step_in_name(trained / "model_7b.pt") is None
 
 
+@pytest.mark.slow
 def test_an_imported_series_is_a_run_that_loads_and_measures(trained, tmp_path, tiny):
     runs = tmp_path / "runs"
     run = import_run(

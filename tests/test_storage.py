@@ -156,6 +156,7 @@ def test_what_cannot_be_put_up_is_one_sentence_and_goes_up_with_the_same_command
     assert Run.open(f"{URL}/resformer").load(4).source["step"] == 4
 
 
+@pytest.mark.slow
 def test_what_may_be_read_and_not_written_is_measured_whole_here_and_refused_in_one_sentence(machine, monkeypatch):
     def refused(self, *_, **__):
         raise PermissionError("AccessDenied")

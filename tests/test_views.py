@@ -206,6 +206,7 @@ def test_grids_subtract_only_where_their_axes_agree():
     assert len(plots.grid_table([("A", grid)])) == 1
 
 
+@pytest.mark.slow
 def test_a_time_lapse_has_a_frame_a_step_on_scales_that_hold_still(ask):
     with pytest.raises(WorkbenchError, match="no checkpoints to play over"):
         plots.timelapse_figure([])
