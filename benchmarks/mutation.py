@@ -84,7 +84,12 @@ def main() -> int:
         tests = covered(copies, asked.out / "tests.json")
         left = iter([mutant for mutant in chosen if mutant.key() not in {row["key"] for row in before}])
         run_jobs(copies, lambda copy: start_next(copy, left, tests, asked.cap, rows))
-    print(table([json.loads(row) for row in rows.read_text().splitlines()], {mutant.key() for mutant in chosen}))
+    print(
+        table(
+            [json.loads(row) for row in rows.read_text().splitlines()] if rows.exists() else [],
+            {mutant.key() for mutant in chosen},
+        )
+    )
     return 0
 
 
@@ -205,6 +210,9 @@ class Coverage:
         self.out.write_text(json.dumps(found))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if sys.gettrace() is None:  # a test that traces for itself ends the tracing of all that follow
+            self.coverage.stop()
+            self.coverage.start()
         self.coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:

@@ -102,6 +102,7 @@ def test_plan_asks_for_each_metric_at_the_steps_its_claims_need(three):
     )
 
 
+@pytest.mark.slow
 def test_expensive_measures_read_fewer_documents_and_fewer_checkpoints(three, monkeypatch):
     run, asked = Run.open(three[0]), []
     monkeypatch.setattr(collect_evidence, "EXPENSIVE", {"loss": 3})
@@ -215,7 +216,6 @@ def test_tables_hold_what_the_sentences_say(three, tmp_path):
     assert "all domains" in pd.read_csv(tmp_path / "tables" / "lower_loss.csv")["comparison"].tolist()
 
 
-@pytest.mark.slow
 def test_command_writes_everything_and_speaks_json(three, tmp_path):
     command = ["analyze", *map(str, three), "--out", str(tmp_path), "--documents", "8", "--workers", "1", "--question"]
     said = CliRunner().invoke(app, [*command, "loss"])

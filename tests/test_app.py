@@ -97,7 +97,6 @@ def test_names_of_variants_in_a_definition_are_those_of_the_menus_and_numbers_ho
 # ---- differences ----
 
 
-@pytest.mark.slow
 def test_differences_offer_the_comparison_and_then_show_the_documents_that_differ_most_in_loss(
     page, tmp_path, monkeypatch
 ):

@@ -61,7 +61,6 @@ def test_hostile_text_reaches_the_page_as_data_alone(page, populated):
     assert text[:4] not in proto.html_content + proto.css_content + proto.js_content
 
 
-@pytest.mark.slow
 def test_every_figure_can_be_had_with_its_table_and_command(page, populated):
     at = page(populated, **A, layer="0")
     at.session_state["open_files"] = True

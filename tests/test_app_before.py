@@ -107,7 +107,6 @@ def test_prompt_and_intervene_draw_what_the_model_computes(browse, before, compu
     assert numbers(bars["y"]) == pytest.approx((changed - loss).numpy(), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_maps_and_differences_are_drawn_with_their_numbers(browse, before):
     at = dashboard.settled(shown(browse, before, "maps", colour="document"))
     assert {"tokens", "layers"} == {

@@ -135,6 +135,7 @@ def test_a_model_in_use_is_let_go_without_keeping_anybody_waiting():
     assert model.done.wait(5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step_000020/model.safetensors", "tokenizer.json", "run.json"])
 def test_files_replaced_by_older_ones_are_other_files(populated, tmp_path, name):
     from workbench.views import Link, Source

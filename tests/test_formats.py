@@ -43,7 +43,6 @@ def test_nanogpt_files_of_llamas_open_with_step_and_settings(tiny, tmp_path):
     assert loaded.config.n_ctx == 128
 
 
-@pytest.mark.slow
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("bias", "mask"), [(True, False), (False, True)])
 def test_nanogpt_files_of_gpt2s_compute_the_same_in_transformers(tmp_path, bias, mask):

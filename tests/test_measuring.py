@@ -45,7 +45,6 @@ def text_run(tmp_path_factory):
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_records_have_the_documented_columns_types_and_counts(everything):
     run, frame = everything
     assert set(frame["metric"]) == set(EVERYTHING)

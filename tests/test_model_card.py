@@ -84,6 +84,7 @@ def test_a_step_goes_up_with_its_card_and_opens_there(runs, tmp_path):
     assert str(run.path.parent) not in text
 
 
+@pytest.mark.slow
 def test_what_the_hub_or_the_name_does_not_allow_is_one_sentence(runs, tmp_path):
     with pytest.raises(BadData, match="'me/x@main2' is no name of a repository"):
         push_to_hub(runs[0], "me/x@main2", api=Hub(tmp_path))

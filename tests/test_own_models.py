@@ -109,6 +109,7 @@ def test_pages_show_another_librarys_model(another, browse, page, address, figur
     assert not [i.value for i in (*at.info, *at.warning, *at.error)]
 
 
+@pytest.mark.slow
 def test_the_page_takes_the_logits_of_another_librarys_model_apart(another, browse):
     run, _ = another
     at = browse(run.path.parent, "prompt", show="who", prompt="def mean(values)")

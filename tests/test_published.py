@@ -39,6 +39,7 @@ def test_losses_are_subtracted_by_seed_on_the_axis_of_tokens_per_parameter():
         plots.budget_figure(rows.head(0), {})
 
 
+@pytest.mark.slow
 def test_the_claim_on_the_loss_draws_published_curves_behind_ours_and_says_how_far_ours_go():
     made = runs("transformer", "resformer", "values_scaled", seeds=3, steps=300)
     planted = evidence(made, [], losses(made, lambda of: 3.0 - 0.1 * (of["model"] == "resformer")))

@@ -180,6 +180,7 @@ def trainer(model, folder, steps, **more):
     return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
 
 
+@pytest.mark.slow
 def test_a_trainer_records_and_goes_on_where_it_was(llama, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer's own

@@ -81,6 +81,7 @@ def test_files_of_the_front_end_are_what_lies_on_disk(port, path):
         assert "immutable" in answer.getheader("Cache-Control")
 
 
+@pytest.mark.slow
 def test_the_first_page_has_its_name_too_and_keeps_its_link(port):
     answer, _ = ask(port, "/start?show=here&a=x%20y%0d%0aSet-Cookie:z=1")
     assert answer.status == 307

@@ -161,6 +161,7 @@ def test_weights_ship_in_half_the_bytes_and_are_what_the_records_are_of(trained,
         ship(study, root / "small.toml", root / "runs", tmp_path / "other", weights=[3])
 
 
+@pytest.mark.slow
 def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monkeypatch):
     texts = [
         Document(f"{i}.py", "python", "train" if i else "validation", "def f(x):\n    return x\n" * 20)
@@ -174,6 +175,7 @@ def test_a_run_on_the_embedded_text_needs_no_copy_of_it(trained, tmp_path, monke
         open_data(data.describe() | {"hash": "0" * 16}, tmp_path, tmp_path / "tokenizer.json")
 
 
+@pytest.mark.slow
 def test_what_ships_is_not_shipped_again_over_itself(trained, evidence):
     before = {path: path.read_bytes() for path in evidence.rglob("*.parquet")}
     with pytest.raises(WorkbenchError, match="ships already"):

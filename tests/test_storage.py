@@ -406,6 +406,7 @@ print(sorted(path.name for path in lease.path.rglob("*.safetensors")), flush=Tru
 """
 
 
+@pytest.mark.slow
 def test_weights_that_another_process_reads_are_not_evicted(machine, tmp_path, monkeypatch):
     """Two processes, one cache, room for nothing: what the other reads stays, even when it ends badly, until it has ended."""
     for name in ("r", "s"):

@@ -220,6 +220,7 @@ def test_an_interrupted_run_of_a_study_goes_on(tmp_path, monkeypatch):
     assert Run.open(tmp_path / "runs" / job.name).telemetry("metric == 'train_loss'")["step"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_measures_of_a_study_are_kept_with_it(tmp_path):
     study = read_study(
         written(tmp_path, 'measure = { metrics = ["loss", "sink_mass"], n = 2 }\n' + SMALL, ("[0, 1, 2]", "[0]"))

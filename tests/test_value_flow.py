@@ -152,6 +152,7 @@ def drawn(folder, **options):
     return drawing
 
 
+@pytest.mark.slow
 def test_the_sentence_tells_the_table_and_the_path_is_that_of_the_largest_reader(populated):
     drawing = drawn(populated, layer="0")
     table, said = drawing.table, drawing.sentence

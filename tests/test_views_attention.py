@@ -77,6 +77,7 @@ def test_the_map_is_the_models_pattern_and_its_future_is_blank(ask):
     assert np.isnan(z[~past]).all()
 
 
+@pytest.mark.slow
 def test_a_window_is_that_piece_of_the_map_with_its_tokens_named(ask):
     drawing = drawn(ask, "weights", link(layer=0, head=1, queries="6-9", keys="2-4"))
     assert heat(drawing) == pytest.approx(patterns(ask)[0, 1][6:10, 2:5], abs=1e-5)

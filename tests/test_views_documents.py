@@ -46,6 +46,7 @@ def link(**options):
     return Link("depth", {"a": RUN, "metric": "row_entropy", "behind": "1"} | {k: str(v) for k, v in options.items()})
 
 
+@pytest.mark.slow
 def test_the_documents_furthest_from_the_mean_are_prompts_of_the_measured_text(ask):
     run = Run.open(ask.folder / RUN)
     sample = run.data.sample(DOCUMENTS, 16)

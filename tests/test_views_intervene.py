@@ -67,7 +67,6 @@ def test_next_tokens_of_a_and_b_are_the_same_tokens_and_their_difference(source)
     assert b["before"].to_numpy() == pytest.approx(chances[b["id"].tolist()].numpy(), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_documents_show_the_mean_change_of_the_loss_and_its_interval(source):
     edit = "remove:layer=1"
     drawing = drawn(source, "on_documents", edits=edit, **BOTH)
