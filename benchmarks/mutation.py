@@ -5,11 +5,11 @@
 The fast suite runs once under coverage, with a context for each test and each fixture. A line's tests ran it or use a fixture that
 did. The other tests of the same files follow, because a cache or a session's fixture may have spared them the line. The result is
 stored in `tests.json`; only changed files of tests run again. Delete it when the program has changed. Each mutant is then
-written into a copy of the tree and its tests run there, those files first that are called after
-the file or its folder, cheap ones first, until one fails, none is left, or `--cap` CPU seconds are spent. A mutant that hangs
-counts as caught. Rows are appended to `mutants.jsonl` as they come, so an interrupted run goes on; the table of rooms is printed
-at the end, with the survivors that have no reason in `equivalent_mutants.json`. `--again` runs those that were not caught once
-more, after tests were added. Linux: processes are forked.
+written into a copy of the tree, where its tests run until one fails, none is left, or `--cap` CPU seconds are spent. Files of
+tests named after the mutant's file or folder come first, cheap ones before others. A mutant that hangs counts as caught. Rows are
+appended to `mutants.jsonl` as they come, so an interrupted run goes on. The table of rooms is printed at the end, with the
+survivors that have no reason in `equivalent_mutants.json`. `--again` runs those that were not caught once more, after tests were
+added. Linux: processes are forked.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copies = [copied(asked.tree.resolve(), Path(folder) / str(job) / "tree") for job in range(asked.jobs)]
         rows = asked.out / "mutants.jsonl"
-        before = [json.loads(row) for row in rows.read_text().splitlines()] if rows.exists() else []
+        rows.touch()
+        before = [json.loads(row) for row in rows.read_text().splitlines()]
         chosen = choose(copies[0], asked.each, asked.seed)  # the tree may have gone on since
         if asked.again:  # the same ones, as far as their places still stand
             keys, same = {row["key"] for row in before}, json.loads(REASONS.read_text(encoding="utf-8"))
@@ -84,12 +85,7 @@ def main() -> int:
         tests = covered(copies, asked.out / "tests.json")
         left = iter([mutant for mutant in chosen if mutant.key() not in {row["key"] for row in before}])
         run_jobs(copies, lambda copy: start_next(copy, left, tests, asked.cap, rows))
-    print(
-        table(
-            [json.loads(row) for row in rows.read_text().splitlines()] if rows.exists() else [],
-            {mutant.key() for mutant in chosen},
-        )
-    )
+    print(table([json.loads(row) for row in rows.read_text().splitlines()], {mutant.key() for mutant in chosen}))
     return 0
 
 
@@ -235,7 +231,7 @@ def _name(fixture: Any) -> str:
 
 @dataclass
 class Tests:
-    """What is known of the suite: tests by line, the other tests of a file, and seconds."""
+    """Tests of the suite by the lines that they run and by their file, and the seconds that each takes."""
 
     by_line: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     by_file: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))

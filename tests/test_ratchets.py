@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_053  # lines of Python in workbench/ and app/
+TOTAL = 59_051  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -39,8 +39,8 @@ LINES = {
     "workbench/sklearn": 629,
     "workbench/statistics": 580,
     "workbench/storage": 888,
-    "workbench/studies": 880,
-    "workbench/training": 1_781,
+    "workbench/studies": 881,
+    "workbench/training": 1_778,
     "workbench/views": 5_718,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file

@@ -186,6 +186,24 @@ def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path, fork
     assert weights.stat().st_mtime_ns == before
 
 
+def test_a_damaged_run_fails_by_itself_and_its_study_goes_on(tmp_path, monkeypatch):
+    study = read_study(written(tmp_path, SMALL.replace("[0, 1, 2]", "[0]")))
+    names = [run.name for run in plan(study, tmp_path / "runs")]
+    (damaged := tmp_path / "runs" / names[0] / "run.json").parent.mkdir(parents=True)
+    damaged.write_text("{broken")
+    tried = []
+
+    def run_each(jobs, workers, done, folders):
+        for job in jobs:
+            tried.append(job.name)
+            done(job, WorkbenchError("not trained here"))
+
+    monkeypatch.setattr(study_runs, "run_jobs", run_each)
+    frame = run_study(study, tmp_path / "runs")
+    assert tried == names
+    assert frame["failed"].tolist() == ["WorkbenchError: not trained here"] * len(names)
+
+
 def test_a_measure_that_the_sequences_are_too_short_for_is_refused_before_the_training(tmp_path):
     study = read_study(written(tmp_path, SMALL + '\n[measure]\nmetrics = ["sink_rate"]\n'))
     with pytest.raises(WorkbenchError, match="sink_rate needs sequences of 64 tokens; these have"):

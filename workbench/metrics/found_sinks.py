@@ -20,13 +20,13 @@ NAMED = 6  # positions and tokens in the result, of each kind the strongest
 
 
 def keys_in_sight(T: int, window: int | None = None) -> Tensor:
-    """Return the number of keys in sight of each query, float64 [T]: up to `window`, NaN for one of 0 (unknown)."""
+    """Return the number of keys that each query sees, float64 [T]: at most `window`. A window of 0 stands for an unknown mask: NaN."""
     keys = torch.arange(1, T + 1, dtype=torch.float64)
     return keys if window is None else keys.clamp(max=window) if window else keys * math.nan
 
 
 def over_queries(rows: Tensor, window: int | None = None) -> Tensor:
-    """Sum numbers of queries [..., pos] over the queries that see each position: those from it on, as many as the `window`."""
+    """Sum values of queries [..., pos] over the queries that see each position: from this position on, at most `window` of them."""
     sums, T = rows.flip(-1).cumsum(-1).flip(-1), rows.shape[-1]
     if window and window < T:
         sums[..., : T - window] -= sums[..., window:].clone()

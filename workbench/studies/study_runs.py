@@ -163,15 +163,16 @@ def run_study(
     runs.mkdir(parents=True, exist_ok=True)
     planned = plan(study, runs, quick=quick, device=device)
     jobs, ready, prepared = list[Job](), list[Job](), dict[str, dict[str, Any] | WorkbenchError]()
+    before = list[str]()  # a run that cannot be opened fails below, by itself
     for run in planned:
         cost = 0.0  # for the estimate of the remaining time
         with contextlib.suppress(WorkbenchError):
             model, recipe = sizes(run)
             cost = float(recipe.steps * recipe.batch * recipe.T * model.n_layers)
         jobs.append(Job(run.name, work, (run,), cost))
-    before = [
-        run.name for run in planned if (runs / run.name / RUN_FILE).exists() and Run.open(runs / run.name).finished
-    ]
+        with contextlib.suppress(WorkbenchError):
+            if (runs / run.name / RUN_FILE).exists() and Run.open(runs / run.name).finished:
+                before.append(run.name)
     status = StatusFile(runs / f".study-{study.name}.json", jobs, progress, before)
     for run, job in zip(planned, jobs, strict=True):
         if (key := repr(run.cell.settings["data"])) not in prepared:

@@ -328,12 +328,9 @@ class ActivationCapture:
     def _more_inputs(self, point: CapturePoint, metric: Metric) -> dict[str, Any]:
         """Return the second input of a metric; raises `WorkbenchError` if attention also goes to no token: no hook has that share."""
         layer, model = point.axes.get("layer"), self.observed or self.root
-        only_shares = metric.name in ("row_entropy", "effective_keys")  # which are not recorded, count it
-        if (
-            "null" in metric.optional
-            and not only_shares
-            and ACTIVATIONS["null"].hook.format(layer=layer) in model.hook_dict
-        ):
+        # of these two only the shares count it, and no shares are recorded
+        counts_null = "null" in metric.optional and metric.name not in ("row_entropy", "effective_keys")
+        if counts_null and ACTIVATIONS["null"].hook.format(layer=layer) in model.hook_dict:
             raise WorkbenchError(
                 "it counts attention to no token (sink logits), which is recorded apart: use workbench.measure"
             )
