@@ -93,12 +93,13 @@ def test_clicks_keys_and_cells_of_figures_choose_a_token_and_back_undoes_it(at):
         tokens.nth(3).hover()
         mark.first.wait_for()
         box = figure.locator(".nsewdrag").bounding_box()
-        each = box["width"] / tokens.count()
-        is_marked = mark.bounding_box()["x"] == pytest.approx(box["x"] + 3 * each, abs=2)
+        each, marked = box["width"] / tokens.count(), mark.bounding_box()
+        is_marked = marked["x"] == pytest.approx(box["x"] + 3 * each, abs=0.5)
         if is_marked:
             break
         page.wait_for_timeout(200)
-    assert is_marked, "the map marks what the strip points at"
+    assert is_marked, f"the map marks what the strip points at: {marked} of {tokens.count()} in {box}"
+    assert marked["width"] == pytest.approx(each, abs=0.5)
     page.mouse.move(box["x"] + 4.5 * each, box["y"] + 5)
     page.locator(".token.pointed", has_text=tokens.nth(4).inner_text()).wait_for()
     page.mouse.click(box["x"] + 4.5 * each, box["y"] + 5)
