@@ -153,7 +153,8 @@ def _undecided(of: Mapping[str, Verdict]) -> str:
 
 The models of `gpu` have {shape}. They train with {recipe.warmup} warm-up steps and a start
 token before every sequence. Each of the {runs} runs reads {tokens / 1e6:.0f} million tokens, {tokens / parameters:.0f} per parameter.
-An hour suffices at {speed} over all processes. We have not measured the speed of a GPU.
+An hour suffices at {speed} over all processes. On an H200 15 processes reached 2.7 million
+(100 steps each in bfloat16, not compiled, without validation and measuring).
 
 Let s be a difference's standard deviation over seeds. Five seeds resolve a difference above {needed[0]:.2f} s, three seeds
 above {needed[1]:.2f} s, before Holm's correction over all claims. At 116,000 parameters s is {SPREAD} nats, so five seeds
