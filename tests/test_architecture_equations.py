@@ -10,8 +10,8 @@ import torch
 from inputs import SMALL, WIDE, tokens
 
 from workbench.models import ARCHITECTURES, build
+from workbench.models.architecture_names_and_colours import architecture, options_of
 from workbench.models.architectures.resformer_learnable import PlusResFormer
-from workbench.models.registry import architecture, options_of
 
 VARIANTS: dict[str, list] = {  # options of each, beside them the shape where it matters
     "transformer": [{}],

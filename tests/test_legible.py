@@ -11,10 +11,10 @@ import pytest
 from app.elements.common import colour_table
 from app.streamlit_settings import SETTINGS
 from workbench import plots
-from workbench.models.registry import ARCHITECTURES, SYMBOLS
+from workbench.models.architecture_names_and_colours import ARCHITECTURES, SYMBOLS
 from workbench.plots import HEADS
+from workbench.plots.experiment_figures import STATUSES
 from workbench.plots.maps import COLOURS
-from workbench.plots.start import STATUSES
 from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, SEQUENTIAL, colour, symbol
 from workbench.runs.records import records
 

@@ -20,7 +20,7 @@ def planted_share(vectors: Float[Tensor, "batch pos *width"]) -> Float[Tensor, "
     """A share that a package adds."""
     return vectors.flatten(1).float().mean(1)
 ''',
-    "architectures": '''from workbench.models.registry import ARCHITECTURES, Architecture
+    "architectures": '''from workbench.models.architecture_names_and_colours import ARCHITECTURES, Architecture
 
 ARCHITECTURES["planted"] = Architecture(
     label="Planted", colour="#123456", symbol="star", summary="later values times a constant", plain="a test",

@@ -11,8 +11,8 @@ import pytest
 import seams
 
 from workbench.errors import UnknownName
-from workbench.models import registry
-from workbench.models.registry import (
+from workbench.models import architecture_names_and_colours as registry
+from workbench.models.architecture_names_and_colours import (
     ARCHITECTURES,
     SYMBOLS,
     architecture,
@@ -73,7 +73,7 @@ def test_those_that_stand_for_all_in_tests_use_every_seam_and_leave_no_newcomer_
 
 
 def test_no_registration_needs_torch():
-    code = "import sys, workbench.models.registry as r; r.architecture('gqa+neutreno'); print('torch' in sys.modules)"
+    code = "import sys, workbench.models.architecture_names_and_colours as r; r.architecture('gqa+neutreno'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

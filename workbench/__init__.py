@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from workbench.interventions.edits.kinds import edited
     from workbench.measurement.measuring import measure
     from workbench.metrics import METRICS
+    from workbench.models.architecture_names_and_colours import ARCHITECTURES
     from workbench.models.building import build
     from workbench.models.decomposition import decompose
-    from workbench.models.registry import ARCHITECTURES
     from workbench.observing.equality import equal
     from workbench.observing.observation import observe
     from workbench.plots import plot
@@ -56,7 +56,7 @@ _HOMES = {
     "edited": "workbench.interventions.edits.kinds",
     "diff": "workbench.reports.differences",
     "xray": "workbench.reports.xray",
-    "ARCHITECTURES": "workbench.models.registry",
+    "ARCHITECTURES": "workbench.models.architecture_names_and_colours",
     "METRICS": "workbench.metrics",
     "INTERVENTIONS": "workbench.interventions",
     "PRESETS": "workbench.config",

@@ -11,7 +11,7 @@ from workbench import plots
 from workbench.claims import QUESTIONS, STATUSES
 from workbench.claims.verdict import in_one_sentence, judged_by_seed
 from workbench.errors import WorkbenchError
-from workbench.models.registry import ARCHITECTURES, architecture_label
+from workbench.models.architecture_names_and_colours import ARCHITECTURES, architecture_label
 from workbench.places import absent_studies, module
 from workbench.plots.style import with_signs
 from workbench.runs.catalogue import Entry

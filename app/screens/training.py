@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from workbench import plots
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.places import module
 from workbench.views import Link, training
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.models.registry import ARCHITECTURES, CONTROL, architecture_label
+from workbench.models.architecture_names_and_colours import ARCHITECTURES, CONTROL, architecture_label
 from workbench.statistics.intervals import MIN_SEEDS, Interval
 
 RATES = 3  # learning rates of each model, before a comparison of losses counts as tuned

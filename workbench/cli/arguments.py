@@ -63,7 +63,7 @@ def checked_argument(value: Any, param: typer.CallbackParam) -> Any:
         case "option" | "model" | "recipe" | "config":
             key_values(value, param.name)
         case "architecture":
-            from workbench.models.registry import ARCHITECTURES
+            from workbench.models.architecture_names_and_colours import ARCHITECTURES
 
             for part in value.split("+"):
                 refuse_unknown("architecture", part, ARCHITECTURES)
@@ -204,7 +204,7 @@ ArchitectureName = Annotated[
     str,
     Argument(
         callback=checked_argument,
-        autocompletion=completing("workbench.models.registry", "ARCHITECTURES"),
+        autocompletion=completing("workbench.models.architecture_names_and_colours", "ARCHITECTURES"),
         help="A name of `workbench list architectures`, or a+b.",
     ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from workbench.models.registry import ARCHITECTURES, Architecture, architecture
+from workbench.models.architecture_names_and_colours import ARCHITECTURES, Architecture, architecture
 
 if TYPE_CHECKING:
     from workbench.models.building import build, compose

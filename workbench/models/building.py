@@ -11,7 +11,7 @@ import torch
 
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError, refuse_unknown
-from workbench.models.registry import ARCHITECTURES, architecture, options_of
+from workbench.models.architecture_names_and_colours import ARCHITECTURES, architecture, options_of
 from workbench.models.shortcut import Projection, Shortcut, Source, overrides
 from workbench.models.transformer import Transformer
 

@@ -29,9 +29,9 @@ from workbench.observing.interception.sdpa_and_flex_attention import APPLIED, CO
 from workbench.observing.interception.sharded_weights import has_alike_matrices, refuse_absent_weights
 from workbench.observing.interception.tensor_paths import tensors_of_output
 from workbench.observing.observed_model import Call, Observed, refuse_dropout
-from workbench.observing.recognition.blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.decoder_recognition import recognize_decoder
 from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure, Part
+from workbench.observing.recognition.find_blocks import ENCODER_DECODER, is_encoder_decoder
 from workbench.observing.recognition.tensor_axes import (
     distinct_length,
     find_axes,

@@ -31,7 +31,6 @@ from workbench.kernels.pytorch_switches import COMPILED_CODE
 from workbench.models.hook_points import HookPoint, is_hooked, submodules
 from workbench.models.hooked import HookedModel, Hooks, refuse_ids
 from workbench.models.patterns_and_gradients import LossFn, NamesFilter
-from workbench.observing.anatomy import ObservedAnatomy, holds_some_heads
 from workbench.observing.interception.documents_and_labels import SeenMasks, Segments
 from workbench.observing.interception.function_mode import Failed, PreservedState, guarded, remove_module_hooks
 from workbench.observing.interception.masks import CAUSAL, PACKED, PADDING, WINDOW
@@ -44,6 +43,7 @@ from workbench.observing.recognition.architecture import recognize_architecture
 from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure
 from workbench.observing.recognition.module_runs import LOOKUP
 from workbench.observing.recognition.value_paths import ValuePath, mixture_of, sharing_note, value_path_table
+from workbench.observing.stream_and_logit_parts import ObservedAnatomy, holds_some_heads
 from workbench.observing.summary import coverage, describe, missing_hooks, site_table
 
 if TYPE_CHECKING:

@@ -9,12 +9,7 @@ no models.
 
 from workbench.plots.attention import attention_map_figure, attention_pair, next_tokens_figure
 from workbench.plots.comparisons import beside, compared, difference, layer_differences, timelapse_figure
-from workbench.plots.heat_maps import Grid, grid_table, grids, unique
-from workbench.plots.html_page import CONFIG, PX_PER_MM, alt_text, fitted_maps, html, paper, paper_page, printed, table
-from workbench.plots.path_of_token import HEADS, DrawnPath, Strand, value_path
-from workbench.plots.published import budget_figure, coefficients_by_layer
-from workbench.plots.record_figures import FORMS, SPREADS, form_of, plot
-from workbench.plots.start import (
+from workbench.plots.experiment_figures import (
     ablation,
     against_loss_figure,
     concentration_figure,
@@ -24,6 +19,11 @@ from workbench.plots.start import (
     sinks_figure,
     verdicts_figure,
 )
+from workbench.plots.heat_maps import Grid, grid_table, grids, unique
+from workbench.plots.html_page import CONFIG, PX_PER_MM, alt_text, fitted_maps, html, paper, paper_page, printed, table
+from workbench.plots.path_of_token import HEADS, DrawnPath, Strand, value_path
+from workbench.plots.published import budget_figure, coefficients_by_layer
+from workbench.plots.record_figures import FORMS, SPREADS, form_of, plot
 from workbench.plots.style import (
     DETAIL,
     GREY,

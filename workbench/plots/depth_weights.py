@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.models.registry import colour_of
+from workbench.models.architecture_names_and_colours import colour_of
 from workbench.plots.heat_maps import safe
 from workbench.plots.record_figures import whole_ticks
 from workbench.plots.style import DIVERGING, MINUS, PANEL, SEQUENTIAL, at_least, colour_axis, dressed

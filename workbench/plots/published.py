@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.models.registry import colour_of
+from workbench.models.architecture_names_and_colours import colour_of
 from workbench.plots.style import GREY, PANEL, at_least, colour, dressed, label, ordered, pale, words, wrapped
 
 TICKS = [digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)]

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.models import registry
+from workbench.models import architecture_names_and_colours as registry
 from workbench.runs.records import facts, left_out
 
 SITES = {

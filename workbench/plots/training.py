@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
-from workbench.models.registry import LUMINANCES, colour_of
+from workbench.models.architecture_names_and_colours import LUMINANCES, colour_of
 from workbench.plots.comparisons import AXES, subtracted
 from workbench.plots.record_figures import MAX_WHOLE, checked, plot
 from workbench.plots.style import (

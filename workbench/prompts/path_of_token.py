@@ -30,9 +30,9 @@ from workbench.models.attention import JointAttention
 from workbench.models.decomposition import TOLERANCE, Reader, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
 from workbench.models.patterns_and_gradients import RebuiltPatterns
-from workbench.observing.anatomy import output_map
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.value_paths import NEGLIGIBLE
+from workbench.observing.stream_and_logit_parts import output_map
 from workbench.prompts.attention_maps import attention_hook_points, attention_inputs, attention_map, recipes_of
 from workbench.prompts.attention_score import ScoreAttribution, score_attribution
 from workbench.prompts.prompt import PromptLike, by_layer, cached_run, one_position, single_prompt

@@ -22,7 +22,7 @@ from workbench.checkpoints.saving import export
 from workbench.checkpoints.tokenizer_files import SETTINGS, TOKENIZER
 from workbench.errors import BadCheckpoint, BadData, NotCovered, WorkbenchError
 from workbench.file_io import read_json, write_text
-from workbench.models.registry import architecture
+from workbench.models.architecture_names_and_colours import architecture
 from workbench.runs.run import Run, list_runs
 from workbench.storage.mirror import reading
 

@@ -18,7 +18,7 @@ from workbench.claims.judging import Judged, chosen
 from workbench.claims.stored_verdicts import judge_all
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots.html_page import Page, folded, heading, numbers_html, paragraph
 from workbench.runs.catalogue import Entry, catalogue, differing_settings
 from workbench.runs.records import load_records, one_sample

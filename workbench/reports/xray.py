@@ -25,9 +25,9 @@ from workbench import plots
 from workbench.console import Progress, notebook_html
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
 from workbench.hook_names import ACTIVATIONS
+from workbench.plots.experiment_figures import after_the_first
 from workbench.plots.html_page import Page, heading, numbers_html, paragraph
 from workbench.plots.image_export import screenshot
-from workbench.plots.start import after_the_first
 from workbench.reports.xray_sentences import ALMOST, SENTENCES, TOKEN, TokenName, pm, residual_text, sinks_text
 from workbench.runs.records import facts
 from workbench.runs.run import Run, run_or_model

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from workbench.models.registry import ARCHITECTURES
+from workbench.models.architecture_names_and_colours import ARCHITECTURES
 from workbench.statistics.sink_thresholds import FOUND_MOST, SINK_MASS
 
 PUBLISHED = (

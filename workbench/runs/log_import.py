@@ -29,7 +29,7 @@ from workbench.checkpoints.training_logs.reading import Curve, LogReader, read_l
 from workbench.console import Progress
 from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.file_io import local, write_json
-from workbench.models.registry import architecture as architecture_of
+from workbench.models.architecture_names_and_colours import architecture as architecture_of
 from workbench.runs.records import typed, write_parquet
 from workbench.runs.run import FORMAT, LOG_FACTS, Run, place_of, written_now
 from workbench.storage.mirror import push

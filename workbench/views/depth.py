@@ -14,7 +14,7 @@ from workbench import plots, prompts
 from workbench.claims.verdict import interval_table, with_adjusted
 from workbench.claims.verdict_wording import listed
 from workbench.errors import WorkbenchError
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots.heads import documents
 from workbench.plots.maps import separation_figure
 from workbench.plots.style import PANEL, at_least, plain

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import WorkbenchError
-from workbench.models.registry import OPTION_LABELS, architecture_label
+from workbench.models.architecture_names_and_colours import OPTION_LABELS, architecture_label
 from workbench.plots.heat_maps import safe
 from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed, true_minus, wrapped
 from workbench.reports.differences import (

@@ -20,7 +20,7 @@ from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
 from workbench.claims.verdict import Verdict, interval_table, judge_differences, with_adjusted
 from workbench.errors import WorkbenchError
 from workbench.file_io import digest
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.censored import censored, compare_steps

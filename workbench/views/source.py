@@ -20,7 +20,7 @@ from workbench.claims.stored_verdicts import Verdicts, judge_all
 from workbench.data.synthetic import SYMBOLS as ALPHABET
 from workbench.errors import BadData, UnknownName, WorkbenchError, refuse_unknown
 from workbench.file_io import read_bytes, read_json
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.places import SHIPPED
 from workbench.plots import DETAIL
 from workbench.runs.catalogue import Catalogue, Entry, catalogue

@@ -24,7 +24,7 @@ from workbench.claims.stored_verdicts import Verdicts
 from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadData, WorkbenchError
 from workbench.file_io import read_json
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.reports import xray as xrays
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import one_sample

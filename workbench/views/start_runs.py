@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from workbench import plots
 from workbench.errors import WorkbenchError, refuse_unknown
-from workbench.models.registry import architecture_label
+from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots.heat_maps import safe
 from workbench.plots.style import GREY, dressed, wrapped
 from workbench.runs.catalogue import differing_settings

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from workbench.config import ObservedConfig
 from workbench.observing.interception.tensor_paths import get_at, tensors_of_output
-from workbench.observing.recognition.blocks import INLINE, find_blocks, first_reader, streams_of_block
 from workbench.observing.recognition.decoder_structure import UNLIMITED, DecoderStructure, LayerStructure
-from workbench.observing.recognition.layers import mlp_width, recognize_layers
+from workbench.observing.recognition.find_blocks import INLINE, find_blocks, first_reader, streams_of_block
+from workbench.observing.recognition.layer_parts import mlp_width, recognize_layers
 from workbench.observing.recognition.least_squares import StreamSum, stream_sum, stream_sums
 from workbench.observing.recognition.lm_head import end_location, find_ending, find_final_norm, find_head, longest_input
 from workbench.observing.recognition.module_runs import LOOKUP, rows_at

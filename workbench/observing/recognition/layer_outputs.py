@@ -25,7 +25,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from workbench.observing.recognition.blocks import is_stream
 from workbench.observing.recognition.decoder_structure import (
     CONSTANT,
     GATED,
@@ -36,6 +35,7 @@ from workbench.observing.recognition.decoder_structure import (
     LayerStructure,
     TensorLocation,
 )
+from workbench.observing.recognition.find_blocks import is_stream
 from workbench.observing.recognition.least_squares import EXACT, depth_weights, fit, fit_norm, weights_by_token
 from workbench.observing.recognition.module_runs import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.traced_run import Trace, is_matrix

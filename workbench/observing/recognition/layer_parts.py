@@ -12,7 +12,6 @@ from torch import Tensor
 
 from workbench.observing.interception.call_sites import CallSite, Line, lines_within
 from workbench.observing.recognition.attention_calls import BY_HAND, UNREAD, TracedAttention, stacked
-from workbench.observing.recognition.blocks import INLINE, NUMBER, Block, block_number, streams_of_block
 from workbench.observing.recognition.decoder_structure import (
     GATED,
     CallScope,
@@ -22,6 +21,7 @@ from workbench.observing.recognition.decoder_structure import (
     Projection,
     TensorLocation,
 )
+from workbench.observing.recognition.find_blocks import INLINE, NUMBER, Block, block_number, streams_of_block
 from workbench.observing.recognition.layer_outputs import EarlierStreams, find_additions, find_output, fit_combination
 from workbench.observing.recognition.least_squares import fit_rotated
 from workbench.observing.recognition.module_runs import MATRIX, Execution, rows_at, run_index
