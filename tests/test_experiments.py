@@ -58,8 +58,11 @@ def test_a_streams_gradient_counts_the_averages_that_read_it_past_its_block(awak
     rows = run("activation_gradient_norm", model, ids[:1])
     for layer, point in made.items():
         own = f"blocks.{layer}.hook_resid_pre"
-        _, _, grads = model.run_with_grads(ids[:1], [point, own])
-        assert found(rows, site="stream", layer=layer, variant=None) == pytest.approx(grads[point].norm().item())
+        _, values, grads = model.run_with_grads(ids[:1], [point, own])
+        norm = grads[point].norm().item()
+        assert found(rows, site="stream", layer=layer, variant=None) == pytest.approx(norm)
+        relative = found(rows, site="stream", layer=layer, variant="relative")
+        assert relative == pytest.approx(norm * values[point].norm().item())
         assert not torch.allclose(grads[point], grads[own], rtol=1e-3)
 
 

@@ -50,6 +50,7 @@ def test_rows_stand_where_the_site_is(tiny, architecture):
     kept = frame.dropna(subset="layer").pivot(index="layer", columns="variant", values="value")
     expected = (1 - kept["token_mean"] / kept["zero"]).where(kept["zero"] > 0).dropna()
     assert kept["kept"].dropna().to_dict() == pytest.approx(expected.to_dict())
+    assert (kept["zero"].abs() < 1).all(), "changes of the loss, not losses"
 
 
 def test_replacement_is_what_it_says_and_leaves_no_hooks(tiny):

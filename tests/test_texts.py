@@ -66,7 +66,7 @@ def test_an_installed_package_is_a_text_with_version_licence_and_hashes(tmp_path
     content = Path(str(package.locate_file("pluggy/_hooks.py"))).read_bytes()
     assert (code["sha256"], code["bytes"]) == (hashlib.sha256(content).hexdigest(), len(content))
     assert data.domains == ("pluggy",)
-    assert len(joined(d.text for d in from_files(["installed:numpy"], max_bytes=200_000).documents)) < 210_000
+    assert 150_000 < len(joined(d.text for d in from_files(["installed:numpy"], max_bytes=200_000).documents)) < 210_000
     with pytest.raises(BadData, match="no package 'no-such-package' is installed here"):
         from_files(["installed:no-such-package"])
 
