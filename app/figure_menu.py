@@ -21,12 +21,12 @@ import streamlit as st
 from workbench import plots
 from workbench.environment import BUILDERS, variable
 from workbench.errors import WorkbenchError
-from workbench.plots.comparisons import AXES
+from workbench.plots.comparisons_and_animations import AXES
 from workbench.plots.image_export import find_browser
 from workbench.plots.style import plain
 from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
-from workbench.views.registry import View, timelapse
+from workbench.views.registered_views import View, timelapse
 from workbench.views.source import OF_PROMPTS, checkpoint_key
 from workbench.views.tokens import number
 from workbench.views.writing import COLUMN, PAGE, caption_of, fits, picture

@@ -15,7 +15,7 @@ from workbench.runs.catalogue import Entry, differing_settings
 from workbench.runs.run import is_study
 from workbench.views import Link
 from workbench.views.page_links import PAGES, split_list
-from workbench.views.registry import ONE_SEED
+from workbench.views.registered_views import ONE_SEED
 from workbench.views.source import OF_ALL_RUNS, facets, run_name
 
 from . import url_widgets as widgets

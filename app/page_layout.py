@@ -15,7 +15,7 @@ from workbench.errors import WorkbenchError
 from workbench.runs.records import facts
 from workbench.views import Link
 from workbench.views.page_links import PAGES
-from workbench.views.registry import views_of
+from workbench.views.registered_views import views_of
 
 from . import background_tasks
 from . import url_widgets as widgets

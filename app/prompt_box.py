@@ -15,7 +15,7 @@ from workbench import prompts
 from workbench.data.example_prompts import Example, examples
 from workbench.errors import BadData, WorkbenchError
 from workbench.file_io import digest, write_text
-from workbench.plots.attention import percentage
+from workbench.plots.attention_maps import percentage
 from workbench.runs.run import Run
 from workbench.views import Link
 from workbench.views.source import IDS, LETTERS, PROMPTS, example, prompt_notes

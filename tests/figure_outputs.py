@@ -28,7 +28,7 @@ import torch
 from workbench import plots, views
 from workbench.errors import WorkbenchError
 from workbench.views import Link, Source
-from workbench.views.registry import View, views_of
+from workbench.views.registered_views import View, views_of
 
 FRACTION = re.compile(r"(?<![\w.])-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]\d+)")  # also 5e-10
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,7 +18,7 @@ from app.url_widgets import SAME_PAGE
 from workbench.places import SHIPPED
 from workbench.views import Link, Source
 from workbench.views.page_links import PAGES
-from workbench.views.registry import ONE_SEED
+from workbench.views.registered_views import ONE_SEED
 
 
 @pytest.fixture

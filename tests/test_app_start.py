@@ -18,7 +18,7 @@ from workbench.file_io import read_json, write_json
 from workbench.places import SHIPPED
 from workbench.runs.records import load_records
 from workbench.views import Link, Source, start
-from workbench.views.registry import ONE_SEED
+from workbench.views.registered_views import ONE_SEED
 from workbench.views.start_runs import grouped, runs_table
 
 SHOWN = {

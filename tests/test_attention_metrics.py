@@ -10,7 +10,7 @@ import torch
 from workbench.data.data_sources import Sample
 from workbench.interventions import INTERVENTIONS
 from workbench.metrics import METRICS
-from workbench.metrics.attention import (
+from workbench.metrics.attention_patterns import (
     norm_weighted_importance,
     sink_contribution,
     sink_power,

@@ -66,7 +66,7 @@ def test_a_cut_sink_forms_no_square_array(tiny, monkeypatch, text):
         raise AssertionError("scores were formed")
 
     model, ids = tiny(config={"n_key_value_heads": 2}), some_tokens()
-    monkeypatch.setattr("workbench.models.attention.causal_scores", refuse)
+    monkeypatch.setattr("workbench.models.attention_layer.causal_scores", refuse)
     with edited(model, text):
         _, cache = model.run_with_cache(ids, names_filter=[f"blocks.1.attn.hook_{x}" for x in ("sink", "row_entropy")])
     assert cache["blocks.1.attn.hook_row_entropy"].isfinite().all()

@@ -15,9 +15,9 @@ from torch import nn
 
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadData, UnknownName
-from workbench.measurement.memory_estimate import measuring_memory, on_a_line
+from workbench.measurement.measuring_memory import measuring_memory, on_a_line
 from workbench.models.tensor_memory import LiveBytes
-from workbench.training.memory_estimate import training_memory
+from workbench.training.training_memory import training_memory
 
 SHAPES = {  # parameters that matter, activations that matter, and long sequences
     "wide": (ModelConfig(n_layers=3, d_model=256, n_heads=4, d_mlp=896, d_vocab=16000, n_ctx=64), 2, 32),
@@ -29,7 +29,7 @@ import json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from workbench.measurement.memory_estimate import LIBRARIES
+from workbench.measurement.measuring_memory import LIBRARIES
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.data_sources import Sample
 from workbench.measurement.measuring import measure

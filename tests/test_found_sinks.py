@@ -14,7 +14,7 @@ from workbench.interventions import INTERVENTIONS
 from workbench.measurement.forward_pass import reductions_of
 from workbench.measurement.measuring import _find, measure
 from workbench.metrics import METRICS
-from workbench.metrics.attention import sink_mass, sink_rate
+from workbench.metrics.attention_patterns import sink_mass, sink_rate
 from workbench.metrics.found_sinks import ColumnExcess, FoundSinks, column_excess, sink_positions
 from workbench.metrics.values import value_drain
 from workbench.plots import positions_of

@@ -13,7 +13,7 @@ from workbench.kernels import (
     attention_form,
     attention_statistics,
 )
-from workbench.kernels.attention import fused_statistics, runs_fused, strip_statistics
+from workbench.kernels.attention_statistics import fused_statistics, runs_fused, strip_statistics
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 

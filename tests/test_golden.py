@@ -13,7 +13,7 @@ import workbench
 from workbench.checkpoints.tensor_and_setting_names import llama_name
 from workbench.errors import ArchitectureAssumed, BadCheckpoint
 from workbench.hook_names import stream_hook
-from workbench.metrics.attention import importance_entropy
+from workbench.metrics.attention_patterns import importance_entropy
 from workbench.metrics.residual import token_similarity
 
 GOLDEN = Path(__file__).parent / "golden"

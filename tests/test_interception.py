@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.observing.interception.masks import (
     CAUSAL,
     FUTURE,

@@ -10,7 +10,7 @@ from strangers import GPT, LAYERS, SharedValues, eagerly, large
 
 import workbench
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 
 
 @pytest.mark.fast(12)

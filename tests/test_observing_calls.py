@@ -13,7 +13,7 @@ from torch import nn
 
 from workbench.errors import WorkbenchError
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 SLOPES = torch.tensor([0.05, 0.1, 0.2, 0.4])

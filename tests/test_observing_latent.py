@@ -12,7 +12,7 @@ from strangers import GPT, HEADS, D, large, split
 from torch import nn
 
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 
 RANK, PLAIN, TURNED, VALUE = 12, 8, 4, 6
 

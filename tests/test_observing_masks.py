@@ -14,7 +14,7 @@ from strangers import GPT, VOCABULARY, large
 import workbench
 from workbench.errors import NotMeasured, WorkbenchError
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.metrics import METRICS
 from workbench.observing.interception.masks import mask_kind
 

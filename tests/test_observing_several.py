@@ -11,7 +11,7 @@ from strangers import GPT, HEADS, LAYERS, D, ListOfHeads, large, split
 import workbench
 from workbench.errors import WorkbenchError
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.models.decomposition import decompose
 
 FORMS = ["calls", "one softmax", "two softmaxes", "halves of values"]

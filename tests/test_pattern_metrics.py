@@ -9,10 +9,10 @@ import torch
 from tensors import seeded
 
 from workbench import plots
-from workbench.kernels.attention import attention_statistics
+from workbench.kernels.attention_statistics import attention_statistics
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
-from workbench.metrics.attention import (
+from workbench.metrics.attention_patterns import (
     ConcentrationParts,
     importance_entropy,
     induction_score,

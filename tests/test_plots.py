@@ -12,7 +12,7 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
-from workbench.plots.attention import percentage
+from workbench.plots.attention_maps import percentage
 from workbench.plots.style import with_signs
 from workbench.plots.training import gradient_layers
 from workbench.runs.records import provenance, records

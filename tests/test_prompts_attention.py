@@ -17,7 +17,7 @@ from seams import ATTENDING
 import workbench
 from workbench.errors import BadData, UnknownName
 from workbench.kernels.pooled_maps import bucket_edges
-from workbench.metrics.attention import effective_keys, row_entropy, sink_mass
+from workbench.metrics.attention_patterns import effective_keys, row_entropy, sink_mass
 from workbench.prompts import AttentionInputs, attention_inputs, attention_map, attention_overview
 from workbench.prompts.attention_maps import SoftmaxArrays
 

@@ -15,7 +15,7 @@ from torch import nn
 import workbench
 from workbench.errors import BadCheckpoint, ObservedInstead, WorkbenchError
 from workbench.hook_names import STATISTICS
-from workbench.kernels.reference import statistics_of
+from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.runs.checkpoint_import import import_run
 
 IDS = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))

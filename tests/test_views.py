@@ -19,7 +19,7 @@ from workbench.runs.records import load_records, provenance, records
 from workbench.views import Link, Source, drawings, source_of
 from workbench.views.depth import layers
 from workbench.views.differences import moved_measures
-from workbench.views.registry import timelapse, views_of
+from workbench.views.registered_views import timelapse, views_of
 from workbench.views.writing import COLUMN, PAGE, fits, picture, write
 
 

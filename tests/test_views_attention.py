@@ -15,7 +15,7 @@ from workbench.errors import BadData, UnknownName
 from workbench.models import build
 from workbench.runs.run import Run
 from workbench.views import Link, attention, drawings
-from workbench.views.registry import timelapse
+from workbench.views.registered_views import timelapse
 
 TEXT = "return values / len(values) + 1"
 LONG = "x = mean(values)\n" * 60

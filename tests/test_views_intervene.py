@@ -22,7 +22,7 @@ from workbench.prompts import patch_sweep
 from workbench.runs.run import Run
 from workbench.views import Drawing, Link, drawings
 from workbench.views.intervene import LEAKS, effect, next_token
-from workbench.views.registry import timelapse
+from workbench.views.registered_views import timelapse
 from workbench.views.source import RunAtStep
 from workbench.views.tokens import signed_number
 from workbench.views.tuned_lens import documents_of

@@ -20,7 +20,7 @@ from workbench.statistics.intervals import confidence
 from workbench.statistics.sink_thresholds import SINK_MASS
 from workbench.views import Link, Source, main_result, pins, start, start_runs
 from workbench.views.page_links import PAGES
-from workbench.views.registry import ONE_SEED
+from workbench.views.registered_views import ONE_SEED
 from workbench.views.source import run_name
 
 __package__ = module("app.screens")  # Streamlit runs this file as a script

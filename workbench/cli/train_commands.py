@@ -249,8 +249,8 @@ def estimate(
     """Estimate the memory of a training, or with -m of a measurement."""
     from workbench.config import PRESETS, ModelConfig
     from workbench.console import print_json, print_table, progress
-    from workbench.measurement.memory_estimate import measuring_memory
-    from workbench.training.memory_estimate import training_memory
+    from workbench.measurement.measuring_memory import measuring_memory
+    from workbench.training.training_memory import training_memory
 
     shape = ModelConfig.of(preset).replace(**key_values(model, "model"))
     train, options = PRESETS[preset].train.replace(**key_values(recipe, "recipe")), key_values(option, "option")

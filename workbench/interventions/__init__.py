@@ -4,14 +4,23 @@
 how, means)` the one behind `value_ablation`. Importing this package registers every experiment in `INTERVENTIONS`.
 """
 
-from workbench.interventions import ablation, first_token, gradients, lens, mixing, similarity, throughput, token_ranks
+from workbench.interventions import (
+    ablation,
+    first_token,
+    gradients,
+    logit_lens,
+    mixing,
+    similarity,
+    throughput,
+    token_ranks,
+)
 from workbench.interventions.ablation import TokenMeans, replaced, token_means, value_ablation
-from workbench.interventions.base import INTERVENTIONS, Intervention, intervention
 from workbench.interventions.edits.base import Edit
 from workbench.interventions.edits.kinds import as_edits, coefficients, edited
+from workbench.interventions.registered_experiments import INTERVENTIONS, Intervention, intervention
 
 __all__ = [
     "INTERVENTIONS", "Edit", "Intervention", "TokenMeans", "ablation", "as_edits", "coefficients", "edited",
-    "first_token", "gradients", "intervention", "lens", "mixing", "replaced", "similarity", "throughput",
+    "first_token", "gradients", "intervention", "logit_lens", "mixing", "replaced", "similarity", "throughput",
     "token_means", "token_ranks", "value_ablation",
 ]  # fmt: skip

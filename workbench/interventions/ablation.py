@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, losses, mean_row
+from workbench.interventions.registered_experiments import (
+    ByDocument,
+    batches_of,
+    hook_points,
+    intervention,
+    losses,
+    mean_row,
+)
 from workbench.models.decomposition import decompose
 from workbench.models.hook_points import read_only
 from workbench.models.hooked import HookedModel

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, mean_row, sinks_by_layer
+from workbench.interventions.registered_experiments import (
+    ByDocument,
+    batches_of,
+    hook_points,
+    intervention,
+    mean_row,
+    sinks_by_layer,
+)
 from workbench.kernels.joint_softmax import joint_attention
 from workbench.metrics.found_sinks import sink_positions
 from workbench.models.decomposition import crossed_points, gate_of

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from workbench.hook_names import before_branching
 from workbench.interventions.ablation import branches
-from workbench.interventions.base import ByDocument, batches_of, hook_points, intervention, sinks_by_layer
+from workbench.interventions.registered_experiments import (
+    ByDocument,
+    batches_of,
+    hook_points,
+    intervention,
+    sinks_by_layer,
+)
 from workbench.models.hooked import next_token_loss
 
 SITES = ("stream", "v", "attn_out", "mlp_out")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import ByDocument, batches_of, intervention, losses, mean_row
 from workbench.interventions.edits.kinds import PATHS, hook_of, sources_at
+from workbench.interventions.registered_experiments import ByDocument, batches_of, intervention, losses, mean_row
 from workbench.models.cross_layer_wiring import source_name
 from workbench.models.transformer import Transformer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.interventions.registered_experiments import batches_of, hook_points, intervention, mean_row
 from workbench.metrics.base import wide
 
 CKA_SITES = ("stream", "own_v", "v")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import intervention, trainable
+from workbench.interventions.registered_experiments import intervention, trainable
 from workbench.models import build
 from workbench.models.hooked import next_token_loss
 from workbench.models.tensor_memory import LiveBytes

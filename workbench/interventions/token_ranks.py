@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.interventions.base import batches_of, hook_points, intervention, mean_row
+from workbench.interventions.registered_experiments import batches_of, hook_points, intervention, mean_row
 
 CHUNK = 64  # positions whose scores over the vocabulary are held at a time
 ALONE = 1024  # tokens read at once, each alone

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.attention import heads_read, score_strips
-from workbench.kernels.reference import Keys, Queries, refuse_other
+from workbench.kernels.attention_statistics import heads_read, score_strips
+from workbench.kernels.full_pattern_reference import Keys, Queries, refuse_other
 
 BUCKETS = 64
 Rows = Float[Tensor, "batch head pos"]  # a number for each row of the pattern

@@ -23,7 +23,7 @@ from workbench.errors import BadData, NotMeasured, PaddingLeftOut, WorkbenchErro
 from workbench.file_io import digest
 from workbench.hook_names import ACTIVATIONS, STATISTICS
 from workbench.interventions import INTERVENTIONS, Intervention
-from workbench.interventions.base import mean_row, trainable
+from workbench.interventions.registered_experiments import mean_row, trainable
 from workbench.jobs.running import Job, Workers, results
 from workbench.kernels import attention_form
 from workbench.measurement.forward_pass import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.hook_names import QUADRATIC, ByHookName, hook_name, is_statistic
+from workbench.kernels.full_pattern_reference import shares
 from workbench.kernels.pytorch_switches import outside_inference_mode
-from workbench.kernels.reference import shares
 
 
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:

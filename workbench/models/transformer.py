@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from workbench.config import ModelConfig
 from workbench.file_io import digest
 from workbench.kernels.cross_entropy import MIN_LOGITS, cross_entropy
-from workbench.models.attention import Attention, JointAttention, Recipe
+from workbench.models.attention_layer import Attention, JointAttention, Recipe
 from workbench.models.cross_layer_wiring import LayerWiring, wire
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint

@@ -7,8 +7,8 @@ everywhere (Okabe and Ito's, safe for colour-blind readers, legible on light and
 no models.
 """
 
-from workbench.plots.attention import attention_map_figure, attention_pair, next_tokens_figure
-from workbench.plots.comparisons import beside, compared, difference, layer_differences, timelapse_figure
+from workbench.plots.attention_maps import attention_map_figure, attention_pair, next_tokens_figure
+from workbench.plots.comparisons_and_animations import beside, compared, difference, layer_differences, timelapse_figure
 from workbench.plots.experiment_figures import (
     ablation,
     against_loss_figure,
@@ -22,7 +22,7 @@ from workbench.plots.experiment_figures import (
 from workbench.plots.heat_maps import Grid, grid_table, grids, unique
 from workbench.plots.html_page import CONFIG, PX_PER_MM, alt_text, fitted_maps, html, paper, paper_page, printed, table
 from workbench.plots.path_of_token import HEADS, DrawnPath, Strand, value_path
-from workbench.plots.published import budget_figure, coefficients_by_layer
+from workbench.plots.published_curves import budget_figure, coefficients_by_layer
 from workbench.plots.record_figures import FORMS, SPREADS, form_of, plot
 from workbench.plots.style import (
     DETAIL,

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import LUMINANCES, colour_of
-from workbench.plots.comparisons import AXES, subtracted
+from workbench.plots.comparisons_and_animations import AXES, subtracted
 from workbench.plots.record_figures import MAX_WHOLE, checked, plot
 from workbench.plots.style import (
     DIVERGING,

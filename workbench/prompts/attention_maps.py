@@ -14,12 +14,12 @@ from torch import Tensor
 
 from workbench.errors import BadData, refuse_unknown
 from workbench.hook_names import NULL
-from workbench.kernels.attention import attention_statistics
+from workbench.kernels.attention_statistics import attention_statistics
 from workbench.kernels.joint_softmax import Softmax, joint_statistics
 from workbench.kernels.pooled_maps import attention_window, bucket_edges, pooled_attention, pooled_maximum
-from workbench.metrics.attention import effective_keys, null_mass, row_entropy, sink_mass
+from workbench.metrics.attention_patterns import effective_keys, null_mass, row_entropy, sink_mass
 from workbench.metrics.base import METRICS
-from workbench.models.attention import Recipe
+from workbench.models.attention_layer import Recipe
 from workbench.models.hooked import HookedModel
 from workbench.prompts.prompt import PromptLike, array, by_layer, chosen_positions, single_prompt
 

@@ -26,7 +26,7 @@ from workbench.kernels.joint_softmax import Softmax, joint_attention
 from workbench.metrics.base import wide
 from workbench.metrics.found_sinks import keys_in_sight
 from workbench.models.activation_cache import Cache
-from workbench.models.attention import JointAttention
+from workbench.models.attention_layer import JointAttention
 from workbench.models.decomposition import TOLERANCE, Reader, anatomy_of, decompose, label_parts
 from workbench.models.hooked import HookedModel
 from workbench.models.patterns_and_gradients import RebuiltPatterns

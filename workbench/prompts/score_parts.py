@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.models import Transformer
-from workbench.models.attention import Attention, JointAttention
+from workbench.models.attention_layer import Attention, JointAttention
 from workbench.models.decomposition import BIAS, By, anatomy_of, decompose
 from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import slice_positions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.errors import BadData, refuse_unknown
 from workbench.hook_names import ACTIVATIONS
-from workbench.interventions.base import hook_points
+from workbench.interventions.registered_experiments import hook_points
 from workbench.metrics.base import wide
 from workbench.models.hooked import HookedModel
 from workbench.prompts.prompt import by_layer

@@ -4,7 +4,7 @@
 """
 
 from workbench.views.page_links import PAGES, Link
-from workbench.views.registry import VIEWS, Drawing, drawings, view
+from workbench.views.registered_views import VIEWS, Drawing, drawings, view
 from workbench.views.source import RunAtStep, Source, source_of
 
 __all__ = ["PAGES", "VIEWS", "Drawing", "Link", "RunAtStep", "Source", "drawings", "source_of", "view"]

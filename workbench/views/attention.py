@@ -12,12 +12,12 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import BadData, UnknownName, WorkbenchError
-from workbench.plots import attention as figures
+from workbench.plots import attention_maps as figures
 from workbench.plots.heat_maps import safe, signed
 from workbench.plots.style import at_least
 from workbench.statistics.sink_thresholds import SINK_MASS
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
 from workbench.views.tokens import number, path_in_words, quoted, short, signed_number
 
@@ -152,7 +152,7 @@ def seen(source: Source, link: Link) -> tuple[Choice, list[Seen]]:
             row = _window(source, choice, i, (choice.lock, choice.lock + 1), keys, choice.pool).weights[0]
         # sums over queries, means over the keys of a column
         received = np.nansum(column.weights * np.diff(column.queries)[:, None], 0) / np.diff(column.keys)
-        from workbench.metrics.attention import uniform_importance  # imports torch
+        from workbench.metrics.attention_patterns import uniform_importance  # imports torch
 
         uniform = uniform_importance(len(tokens), overview.windows[choice.layer]).numpy() * len(tokens)
         uniform = uniform[column.keys[0] : column.keys[-1]]

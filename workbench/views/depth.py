@@ -15,7 +15,7 @@ from workbench.claims.verdict import interval_table, with_adjusted
 from workbench.claims.verdict_wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import architecture_label
-from workbench.plots.heads import documents
+from workbench.plots.head_rankings import documents
 from workbench.plots.maps import separation_figure
 from workbench.plots.style import PANEL, at_least, plain
 from workbench.runs.catalogue import Entry
@@ -27,7 +27,7 @@ from workbench.views import depth_weights  # noqa: F401  (a view of this page)
 from workbench.views.measure_selection import PLAIN, Measure, of_site, of_variant, select, unmeasured
 from workbench.views.page_links import Link
 from workbench.views.path_of_token import number as digits
-from workbench.views.registry import ONE_SEED, Drawing, view
+from workbench.views.registered_views import ONE_SEED, Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source
 from workbench.views.training import VANILLA
 

@@ -13,7 +13,7 @@ from workbench.plots.depth_weights import KEYS, depth_weights_figure
 from workbench.runs.run import Run
 from workbench.storage.remote import is_url
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
 
 INTO = {

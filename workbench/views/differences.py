@@ -23,7 +23,7 @@ from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import PREFERRED, RunAtStep, Source, checkpoint_key, run_name
 from workbench.views.tokens import short
 

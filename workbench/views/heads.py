@@ -14,7 +14,7 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.plots import heads as figures
+from workbench.plots import head_rankings as figures
 from workbench.plots.heat_maps import signed
 from workbench.plots.style import at_least
 from workbench.runs.catalogue import Entry
@@ -24,7 +24,7 @@ from workbench.statistics.sink_thresholds import SINK_MASS
 from workbench.views.measure_selection import PLAIN, Measure, select, unmeasured
 from workbench.views.page_links import Link
 from workbench.views.path_of_token import number as digits
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source, run_name
 from workbench.views.tokens import short
 

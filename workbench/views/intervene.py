@@ -15,12 +15,12 @@ from plotly.subplots import make_subplots
 
 from workbench import plots, prompts
 from workbench.errors import BadData, WorkbenchError
-from workbench.plots.attention import percentage
+from workbench.plots.attention_maps import percentage
 from workbench.plots.heat_maps import safe
 from workbench.plots.style import BARS, at_least, pale
 from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source, read_alike
 from workbench.views.tokens import cell_names, number, quoted, signed_number
 from workbench.views.tuned_lens import documents_of

@@ -28,7 +28,7 @@ from workbench.statistics.copying_and_sink_steps import formation_steps
 from workbench.statistics.intervals import MIN_SEEDS, Interval, confidence, significance
 from workbench.views import training
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import Source
 from workbench.views.training import VANILLA, mean_of_domains
 

@@ -14,7 +14,7 @@ from workbench.plots.maps import separation_figure, token_map_figure
 from workbench.plots.style import at_least, wrapped
 from workbench.views.heads import validation_ids
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source, checkpoint_key, read_alike
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from workbench import plots, prompts
 from workbench.errors import WorkbenchError
 from workbench.views import attention
 from workbench.views.page_links import SELECTION, Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
 from workbench.views.tokens import number, own_positions, path_in_words, position, quoted
 

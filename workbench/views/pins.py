@@ -16,7 +16,7 @@ from workbench.errors import BadData, WorkbenchError
 from workbench.file_io import read_json, writable, write_json
 from workbench.plots.html_page import Page, heading, numbers_html, paragraph
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, views_of
+from workbench.views.registered_views import Drawing, views_of
 from workbench.views.source import Source
 
 FILE = ".pins.json"

@@ -16,7 +16,7 @@ from workbench.errors import WorkbenchError
 from workbench.plots.heat_maps import safe
 from workbench.views import path_of_token, tuned_lens  # noqa: F401  (views of this page)
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source, read_alike
 from workbench.views.tokens import cell_names, number, own_position, own_positions, path_in_words, position, quoted
 

@@ -35,7 +35,7 @@ from workbench.statistics.multiple_testing import holm_factors
 from workbench.views import start_runs  # noqa: F401  (a view of this page)
 from workbench.views.main_result import HALF_PAGE, check_part, logged_rows
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source, example
 from workbench.views.training import VANILLA, mean_of_domains
 

@@ -18,7 +18,7 @@ from workbench.runs.run import Run
 from workbench.statistics.intervals import confidence, group_intervals
 from workbench.views.main_result import check_part
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import Source
 from workbench.views.tokens import short
 

@@ -16,7 +16,7 @@ from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.intervals import MIN_SEEDS, confidence, over_seeds
 from workbench.views.page_links import Link
-from workbench.views.registry import ONE_SEED, Drawing, view
+from workbench.views.registered_views import ONE_SEED, Drawing, view
 from workbench.views.source import RunAtStep, Source
 
 SHOWN = {

@@ -15,7 +15,7 @@ from workbench.places import lenses_folder
 from workbench.views import path_of_token  # noqa: F401  (its views come first on the page)
 from workbench.views.heads import validation_ids
 from workbench.views.page_links import Link
-from workbench.views.registry import Drawing, view
+from workbench.views.registered_views import Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source
 
 DOCUMENTS, MAX_T = 128, 256  # of the fit; a quarter is held out

@@ -16,7 +16,7 @@ from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
-from workbench.views.registry import Drawing, timelapse, views_of
+from workbench.views.registered_views import Drawing, timelapse, views_of
 from workbench.views.source import run_name
 from workbench.views.tokens import short
 

@@ -39,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.reference import (
+from workbench.kernels.full_pattern_reference import (
     AttentionStatistics,
     Keys,
     Null,

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError
 from workbench.hook_names import NULL, QUADRATIC, STATISTICS, path_name
-from workbench.kernels.attention import AttentionStatistics, attention_statistics
+from workbench.kernels.attention_statistics import AttentionStatistics, attention_statistics
+from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.kernels.joint_softmax import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
-from workbench.kernels.reference import statistics_of
 from workbench.models.cross_layer_wiring import ATTENDED, LayerWiring
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.hook_names import stream_hook
-from workbench.interventions.base import ByDocument, batches_of, intervention
+from workbench.interventions.registered_experiments import ByDocument, batches_of, intervention
 
 CHUNK = 64  # positions whose logits are held at a time
 
