@@ -27,7 +27,7 @@ from twin import Twin, twin_of
 
 from workbench.checkpoints.saving import save
 from workbench.kernels import AttentionStatistics, attention_reference, attention_statistics, pooled_attention
-from workbench.kernels.attention_statistics import fused_but_maximum, fused_statistics, runs_fused
+from workbench.kernels.attention_and_its_statistics import fused_but_maximum, fused_statistics, runs_fused
 from workbench.kernels.full_pattern_reference import statistics_of
 from workbench.models import build
 

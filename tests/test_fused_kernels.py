@@ -8,12 +8,9 @@ from kernel_inputs import NAMES, LargestTensor, close, draw, truth
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import WorkbenchError
-from workbench.kernels import (
-    attention,  # the module, to see which form it takes
-    attention_form,
-    attention_statistics,
-)
-from workbench.kernels.attention_statistics import fused_statistics, runs_fused, strip_statistics
+from workbench.kernels import attention_and_its_statistics as module  # to see which form it takes
+from workbench.kernels import attention_form, attention_statistics
+from workbench.kernels.attention_and_its_statistics import fused_statistics, runs_fused, strip_statistics
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -107,14 +104,10 @@ def test_the_form_follows_device_and_type(monkeypatch):
 def test_the_form_that_is_named_is_the_one_that_runs(monkeypatch):
     q, k, v = draw(30)
     calls = []
-    monkeypatch.setattr(
-        attention, "fused_statistics", lambda *x, **o: calls.append("fused") or fused_statistics(*x, **o)
-    )
-    monkeypatch.setattr(
-        attention, "strip_statistics", lambda *x, **o: calls.append("strips") or strip_statistics(*x, **o)
-    )
+    monkeypatch.setattr(module, "fused_statistics", lambda *x, **o: calls.append("fused") or fused_statistics(*x, **o))
+    monkeypatch.setattr(module, "strip_statistics", lambda *x, **o: calls.append("strips") or strip_statistics(*x, **o))
     attention_statistics(q, k, v)
-    monkeypatch.setattr(attention, "attention_form", lambda device, dtype, d_head: "fused")
+    monkeypatch.setattr(module, "attention_form", lambda device, dtype, d_head: "fused")
     close(attention_statistics(q, k, v), truth(q, k, v))
     for scale in (-1.0, 0.0):  # fused calls mask before they scale
         close(attention_statistics(q, k, v, scale=scale), truth(q, k, v, scale=scale))
@@ -128,7 +121,7 @@ def test_a_models_statistics_are_the_same_from_fused_calls(tiny, monkeypatch, na
     model, ids = tiny("resformer", config={"n_key_value_heads": 2}), torch.arange(40)[None]
     points = [f"blocks.1.attn.hook_{name}" for name in names]
     _, strips = model.run_with_cache(ids, names_filter=points)
-    monkeypatch.setattr(attention, "attention_form", lambda device, dtype, d_head: "fused")
+    monkeypatch.setattr(module, "attention_form", lambda device, dtype, d_head: "fused")
     _, fused = model.run_with_cache(ids, names_filter=points)
     for point in points:
         torch.testing.assert_close(fused[point], strips[point], atol=1e-5, rtol=1e-5)

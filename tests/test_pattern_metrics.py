@@ -9,7 +9,7 @@ import torch
 from tensors import seeded
 
 from workbench import plots
-from workbench.kernels.attention_statistics import attention_statistics
+from workbench.kernels.attention_and_its_statistics import attention_statistics
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
 from workbench.metrics.attention_patterns import (

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.attention_statistics import attention_statistics
+from workbench.kernels.attention_and_its_statistics import attention_statistics
 from workbench.kernels.full_pattern_reference import AttentionStatistics, Null, shares, statistics_of
 
 _CALL = "_scaled_dot_product_flash_attention_for_cpu"

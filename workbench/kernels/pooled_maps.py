@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.attention_statistics import heads_read, score_strips
+from workbench.kernels.attention_and_its_statistics import heads_read, score_strips
 from workbench.kernels.full_pattern_reference import Keys, Queries, refuse_other
 
 BUCKETS = 64

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workbench.kernels.attention_statistics import AttentionStatistics
+from workbench.kernels.attention_and_its_statistics import AttentionStatistics
 from workbench.observing.interception.documents_and_labels import Segments
 from workbench.observing.interception.position_axes import Beside
 from workbench.observing.interception.product_calls import as_written

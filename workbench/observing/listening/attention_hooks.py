@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
-from workbench.kernels.attention_statistics import AttentionStatistics
+from workbench.kernels.attention_and_its_statistics import AttentionStatistics
 from workbench.models.patterns_and_gradients import probabilities
 from workbench.observing.interception.function_mode import CallHandler
 from workbench.observing.interception.masks import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.hook_names import NULL, STATISTICS
-from workbench.kernels.attention_statistics import AttentionStatistics, attention_statistics
+from workbench.kernels.attention_and_its_statistics import AttentionStatistics, attention_statistics
 from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible_keys
 from workbench.observing.interception.position_axes import BatchAxis, Beside, Positions
 from workbench.observing.interception.product_calls import (
