@@ -28,7 +28,7 @@ from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views import Drawing, Link, Source, depth, pins
 from workbench.views.registered_views import View, timelapse
 from workbench.views.source import OF_PROMPTS, checkpoint_key
-from workbench.views.tokens import number
+from workbench.views.token_names import number
 from workbench.views.writing import COLUMN, PAGE, caption_of, fits, picture
 
 from . import background_tasks

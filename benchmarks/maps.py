@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from workbench.checkpoints.coefficients import read_coefficients
 from workbench.models import build
-from workbench.reports.differences import weight_changes
+from workbench.reports.diff_of_checkpoints import weight_changes
 from workbench.sklearn import as_matrices, as_matrix, head_features, token_map
 
 SHAPE = {"n_layers": 6, "d_model": 256, "n_heads": 8, "d_mlp": 704, "d_vocab": 1024, "n_ctx": 256}

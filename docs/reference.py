@@ -36,7 +36,7 @@ FURTHER = {
     "Functions of one prompt": ("workbench.prompts", [name for name in prompts._HOMES if name.islower()]),
     "Activations in scikit-learn": ("workbench.sklearn", list(ESTIMATORS)),
     "Differences": (
-        "workbench.reports.differences",
+        "workbench.reports.diff_of_checkpoints",
         ["Differences", "MatrixChange", "matrix_change", "weight_changes"],
     ),
     "Interventions": ("workbench.interventions", ["replaced", "Edit", "token_means", "intervention"]),

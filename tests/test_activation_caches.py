@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.hook_names import QUADRATIC, is_statistic
-from workbench.kernels.joint_softmax import STRIP
+from workbench.kernels.joint_and_null_softmax import STRIP
 
 
 def test_a_cache_is_an_activation_cache_with_our_names_and_layouts(tiny, some_architecture):

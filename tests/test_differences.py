@@ -15,7 +15,7 @@ from foreign import SIZES, hugging_face
 import workbench
 from workbench.errors import BadCheckpoint, BadData, WorkbenchError
 from workbench.models import build
-from workbench.reports.differences import (
+from workbench.reports.diff_of_checkpoints import (
     diff,
     matrix_change,
     measure_differences,

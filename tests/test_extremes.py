@@ -8,8 +8,8 @@ import pytest
 
 from workbench import plots
 from workbench.plots.heat_maps import signed
-from workbench.plots.maps import separation_figure
 from workbench.plots.style import values_by_axis
+from workbench.plots.token_map_figures import separation_figure
 from workbench.runs.records import provenance, records
 
 MODELS = ("transformer", "resformer")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from workbench.hook_names import STATISTICS
 from workbench.kernels.full_pattern_reference import statistics_of
+from workbench.observing.interception.eager_attention_products import attention_axes, product_call
 from workbench.observing.interception.masks import (
     CAUSAL,
     FUTURE,
@@ -20,7 +21,6 @@ from workbench.observing.interception.masks import (
     pattern_statistics,
 )
 from workbench.observing.interception.position_axes import Axes, Positions
-from workbench.observing.interception.product_calls import attention_axes, product_call
 from workbench.observing.interception.sdpa_and_flex_attention import interface_call, sdpa_call
 from workbench.observing.interception.tensor_paths import head_repeats, ids_among, replaced_at, tensors_in
 

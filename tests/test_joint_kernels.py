@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_inputs import NAMES, LargestTensor
 
-from workbench.kernels.joint_softmax import STRIP, Softmax, joint_attention, joint_statistics
+from workbench.kernels.joint_and_null_softmax import STRIP, Softmax, joint_attention, joint_statistics
 
 BATCH, HEADS, WIDTH = 2, 4, 6
 

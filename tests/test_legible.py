@@ -14,8 +14,8 @@ from workbench import plots
 from workbench.models.architecture_names_and_colours import ARCHITECTURES, SYMBOLS
 from workbench.plots import HEADS
 from workbench.plots.experiment_figures import STATUSES
-from workbench.plots.maps import COLOURS
 from workbench.plots.style import DETAIL, GREY, MINUS_COLOUR, SEQUENTIAL, colour, symbol
+from workbench.plots.token_map_figures import COLOURS
 from workbench.runs.records import records
 
 SIGHT = {

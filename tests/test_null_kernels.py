@@ -18,7 +18,7 @@ from workbench.kernels import (
     pooled_maximum,
 )
 from workbench.kernels.attention_and_its_statistics import fused_statistics, runs_fused
-from workbench.kernels.joint_softmax import STRIP, Softmax, joint_attention, joint_statistics
+from workbench.kernels.joint_and_null_softmax import STRIP, Softmax, joint_attention, joint_statistics
 
 LOGITS = torch.tensor([0.3, -2.0, 9.0, -30.0], dtype=torch.float64)
 FORMS = [attention_statistics, fused_statistics]

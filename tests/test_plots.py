@@ -14,7 +14,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
 from workbench.plots.attention_maps import percentage
 from workbench.plots.style import with_signs
-from workbench.plots.training import gradient_layers
+from workbench.plots.training_and_gradient_figures import gradient_layers
 from workbench.runs.records import provenance, records
 
 

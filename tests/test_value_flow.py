@@ -15,7 +15,7 @@ import workbench
 from workbench.errors import BadData, WorkbenchError
 from workbench.prompts import value_flow
 from workbench.views import Link, drawings
-from workbench.views.tokens import number
+from workbench.views.token_names import number
 
 AT = 6
 MADE = {  # of each architecture: the values of a layer from the own ones of all layers up to it

@@ -24,7 +24,7 @@ from workbench.views import Drawing, Link, drawings
 from workbench.views.intervene import LEAKS, effect, next_token
 from workbench.views.registered_views import timelapse
 from workbench.views.source import RunAtStep
-from workbench.views.tokens import signed_number
+from workbench.views.token_names import signed_number
 from workbench.views.tuned_lens import documents_of
 from workbench.views.writing import WRITERS
 

@@ -11,7 +11,7 @@ from workbench import plots
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.runs.run import Run
 from workbench.views import Link, attention, drawings
-from workbench.views.tokens import number, signed_number
+from workbench.views.token_names import number, signed_number
 
 TEXT = "return values"
 

@@ -12,7 +12,14 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.file_io import write_json
-from workbench.plots.training import at_step, curve_difference, curves, matrices, on_tokens, thinned
+from workbench.plots.training_and_gradient_figures import (
+    at_step,
+    curve_difference,
+    curves,
+    matrices,
+    on_tokens,
+    thinned,
+)
 from workbench.runs.records import records, write_parquet
 from workbench.views import Link, Source, training
 

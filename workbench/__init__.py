@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from workbench.observing.equality import equal
     from workbench.observing.observation import observe
     from workbench.plots import plot
-    from workbench.reports.differences import diff
+    from workbench.reports.diff_of_checkpoints import diff
     from workbench.reports.xray import xray
     from workbench.runs.run import Run
     from workbench.training.loop import train
@@ -54,7 +54,7 @@ _HOMES = {
     "plot": "workbench.plots",
     "decompose": "workbench.models.decomposition",
     "edited": "workbench.interventions.edits.kinds",
-    "diff": "workbench.reports.differences",
+    "diff": "workbench.reports.diff_of_checkpoints",
     "xray": "workbench.reports.xray",
     "ARCHITECTURES": "workbench.models.architecture_names_and_colours",
     "METRICS": "workbench.metrics",

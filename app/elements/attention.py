@@ -16,7 +16,7 @@ import streamlit as st
 from workbench import plots
 from workbench.plots.style import DIVERGING, SEQUENTIAL
 from workbench.views.attention import Choice, Seen, brightest, cell_words
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 from .. import url_widgets as widgets
 from .common import colour_table, element

@@ -17,7 +17,7 @@ import streamlit as st
 
 from workbench.errors import BadData
 from workbench.plots.style import SEQUENTIAL
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 from .. import url_widgets as widgets
 from .common import colour_table, element, ink

@@ -73,7 +73,7 @@ def diff_command(
     """Show only what differs: settings, weights by matrix and direction, and stored measures over seeds."""
     from workbench.console import json_rows, json_text, note, print_table, progress, say
     from workbench.errors import refuse_unknown
-    from workbench.reports.differences import TABLES, diff
+    from workbench.reports.diff_of_checkpoints import TABLES, diff
     from workbench.runs.tables import refuse_ending, write_table_as
 
     refuse_ending(out)

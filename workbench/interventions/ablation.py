@@ -140,7 +140,7 @@ def cross_layer_approximation(model: Any, sample: Any, data: Any, batch: int) ->
     cosine over tokens of the head outputs together. A model of one layer and layers whose pattern A_n is not softmax(Q_n K_n^T / sqrt(d))
     (sink logits, other layers' keys or patterns) have no rows. Caution: meant for a vanilla model.
     """
-    from workbench.kernels.joint_softmax import Softmax, joint_attention
+    from workbench.kernels.joint_and_null_softmax import Softmax, joint_attention
 
     layers = model.config.n_layers
     names = [f"blocks.{n}.attn.hook_{x}" for n in range(layers) for x in ("rot_q", "rot_k", "v")]

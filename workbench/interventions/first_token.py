@@ -17,7 +17,7 @@ from workbench.interventions.registered_experiments import (
     mean_row,
     sinks_by_layer,
 )
-from workbench.kernels.joint_softmax import joint_attention
+from workbench.kernels.joint_and_null_softmax import joint_attention
 from workbench.metrics.found_sinks import sink_positions
 from workbench.models.decomposition import crossed_points, gate_of
 from workbench.statistics.sink_thresholds import sink_kind

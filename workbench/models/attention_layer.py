@@ -26,7 +26,13 @@ from workbench.errors import WorkbenchError
 from workbench.hook_names import NULL, QUADRATIC, STATISTICS, path_name
 from workbench.kernels.attention_and_its_statistics import AttentionStatistics, attention_statistics
 from workbench.kernels.full_pattern_reference import statistics_of
-from workbench.kernels.joint_softmax import Softmax, joint_attention, joint_scores, joint_statistics, statistics_of_sets
+from workbench.kernels.joint_and_null_softmax import (
+    Softmax,
+    joint_attention,
+    joint_scores,
+    joint_statistics,
+    statistics_of_sets,
+)
 from workbench.models.cross_layer_wiring import ATTENDED, LayerWiring
 from workbench.models.generation import KeyValueCache
 from workbench.models.hook_points import HookedModule, HookPoint, is_hooked

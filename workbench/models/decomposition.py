@@ -27,7 +27,7 @@ from torch import Tensor
 from workbench.console import ROWS, notebook_html
 from workbench.errors import BadData, WorkbenchError, refuse_unknown
 from workbench.hook_names import path_name, position_axis, stream_hook
-from workbench.kernels.joint_softmax import Softmax, joint_attention
+from workbench.kernels.joint_and_null_softmax import Softmax, joint_attention
 from workbench.models.attention_layer import Attention, JointAttention
 from workbench.models.hooked import HookedModel, refuse_ids, slice_positions
 from workbench.models.shortcut import Source

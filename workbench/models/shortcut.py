@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.kernels.joint_softmax import Softmax
+from workbench.kernels.joint_and_null_softmax import Softmax
 
 Projection = Literal["q", "k", "v"]
 Source = int | str  # a layer, or the name of a table of vectors by token id

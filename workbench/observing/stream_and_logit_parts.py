@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from workbench.errors import BadData
 from workbench.hook_names import stream_hook
-from workbench.kernels.joint_softmax import Softmax, joint_attention
+from workbench.kernels.joint_and_null_softmax import Softmax, joint_attention
 from workbench.models.decomposition import TOLERANCE, Anatomy, Ending, Reader
 from workbench.models.hooked import HookedModel
 from workbench.observing.interception.sharded_weights import is_sharded, matrix_and_bias

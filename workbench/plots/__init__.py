@@ -40,7 +40,12 @@ from workbench.plots.style import (
     symbol,
     untitled,
 )
-from workbench.plots.training import coefficients_figure, gradient_map, pace_figure, relative_to_baseline
+from workbench.plots.training_and_gradient_figures import (
+    coefficients_figure,
+    gradient_map,
+    pace_figure,
+    relative_to_baseline,
+)
 
 __all__ = [
     "CONFIG", "DETAIL", "FORMS", "GREY", "HEADS", "MINUS", "PX_PER_MM", "SPREADS", "DrawnPath", "Grid", "Strand", "ablation",

@@ -27,7 +27,7 @@ from workbench.plots.style import (
     words,
     wrapped,
 )
-from workbench.plots.training import thinned
+from workbench.plots.training_and_gradient_figures import thinned
 from workbench.statistics.copying_and_sink_steps import copying, formation_steps
 from workbench.statistics.intervals import confidence, percent
 

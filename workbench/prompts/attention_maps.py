@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.errors import BadData, refuse_unknown
 from workbench.hook_names import NULL
 from workbench.kernels.attention_and_its_statistics import attention_statistics
-from workbench.kernels.joint_softmax import Softmax, joint_statistics
+from workbench.kernels.joint_and_null_softmax import Softmax, joint_statistics
 from workbench.kernels.pooled_maps import attention_window, bucket_edges, pooled_attention, pooled_maximum
 from workbench.metrics.attention_patterns import effective_keys, null_mass, row_entropy, sink_mass
 from workbench.metrics.base import METRICS

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import BadData, WorkbenchError
-from workbench.kernels.joint_softmax import Softmax, joint_attention
+from workbench.kernels.joint_and_null_softmax import Softmax, joint_attention
 from workbench.metrics.base import wide
 from workbench.metrics.found_sinks import keys_in_sight
 from workbench.models.activation_cache import Cache

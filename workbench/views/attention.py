@@ -19,7 +19,7 @@ from workbench.statistics.sink_thresholds import SINK_MASS
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
-from workbench.views.tokens import number, path_in_words, quoted, short, signed_number
+from workbench.views.token_names import number, path_in_words, quoted, short, signed_number
 
 SCALES = {
     "brightest": "up to the largest weight", "head": "up to each head's largest weight", "root": "square root, for small weights",

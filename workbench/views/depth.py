@@ -16,8 +16,8 @@ from workbench.claims.verdict_wording import listed
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots.head_rankings import documents
-from workbench.plots.maps import separation_figure
 from workbench.plots.style import PANEL, at_least, plain
+from workbench.plots.token_map_figures import separation_figure
 from workbench.runs.catalogue import Entry
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run

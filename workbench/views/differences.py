@@ -11,7 +11,7 @@ from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import OPTION_LABELS, architecture_label
 from workbench.plots.heat_maps import safe
 from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed, true_minus, wrapped
-from workbench.reports.differences import (
+from workbench.reports.diff_of_checkpoints import (
     SECTIONS,
     measure_differences,
     setting_differences,
@@ -25,7 +25,7 @@ from workbench.statistics.intervals import MIN_SEEDS, confidence
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import PREFERRED, RunAtStep, Source, checkpoint_key, run_name
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 QUANTITIES = {
     "relative": "size of the difference / size of A's matrix",

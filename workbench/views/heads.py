@@ -26,7 +26,7 @@ from workbench.views.page_links import Link
 from workbench.views.path_of_token import number as digits
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import LETTERS, RunAtStep, Source, run_name
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 METRICS, TOP = ("row_entropy", "sink_mass"), 20
 """Default measures, the first that is stored; number of heads in the figure."""

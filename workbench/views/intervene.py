@@ -22,7 +22,7 @@ from workbench.statistics.intervals import confidence, over_seeds
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source, read_alike
-from workbench.views.tokens import cell_names, number, quoted, signed_number
+from workbench.views.token_names import cell_names, number, quoted, signed_number
 from workbench.views.tuned_lens import documents_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pandas as pd
 
 from workbench import plots, prompts
 from workbench.errors import WorkbenchError
-from workbench.plots.maps import separation_figure, token_map_figure
 from workbench.plots.style import at_least, wrapped
+from workbench.plots.token_map_figures import separation_figure, token_map_figure
 from workbench.views.heads import validation_ids
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view

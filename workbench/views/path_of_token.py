@@ -12,7 +12,7 @@ from workbench.views import attention
 from workbench.views.page_links import SELECTION, Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
-from workbench.views.tokens import number, own_positions, path_in_words, position, quoted
+from workbench.views.token_names import number, own_positions, path_in_words, position, quoted
 
 SUMS = ["amount", "total", "even_amount"]
 COLUMNS = [

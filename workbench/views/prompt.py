@@ -18,7 +18,7 @@ from workbench.views import path_of_token, tuned_lens  # noqa: F401  (views of t
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source, read_alike
-from workbench.views.tokens import cell_names, number, own_position, own_positions, path_in_words, position, quoted
+from workbench.views.token_names import cell_names, number, own_position, own_positions, path_in_words, position, quoted
 
 WINDOW, WORDS, LINE, TOP, SHOWN = 128, 24, 1024, 50, 10
 TEXTS, TEXT_MINUS = ("first text", "second text"), "first − second"

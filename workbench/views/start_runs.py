@@ -20,7 +20,7 @@ from workbench.views.main_result import check_part
 from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import Source
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 
 def runs_table(source: Source) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from workbench import plots
 from workbench.claims.published_numbers import differences_by_budget, published, published_differences
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import architecture_label
-from workbench.plots import training as drawn
+from workbench.plots import training_and_gradient_figures as drawn
 from workbench.plots.style import GREY, ordered
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run

@@ -18,7 +18,7 @@ from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
 from workbench.views.registered_views import Drawing, timelapse, views_of
 from workbench.views.source import run_name
-from workbench.views.tokens import short
+from workbench.views.token_names import short
 
 if TYPE_CHECKING:
     from workbench.views.page_links import Link

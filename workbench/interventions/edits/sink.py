@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workbench.errors import WorkbenchError
 from workbench.interventions.edits.base import Edit, Hook, Inputs, Numbers, one_of
-from workbench.kernels.joint_softmax import Softmax
+from workbench.kernels.joint_and_null_softmax import Softmax
 from workbench.models.attention_layer import JointAttention
 from workbench.models.hooked import HookedModel
 from workbench.models.transformer import Transformer

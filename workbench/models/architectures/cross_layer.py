@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workbench.config import ModelConfig
 from workbench.errors import UnknownName
-from workbench.kernels.joint_softmax import Softmax
+from workbench.kernels.joint_and_null_softmax import Softmax
 from workbench.models.options import integer_option
 from workbench.models.shortcut import Projection, Reads, Shortcut, SoftmaxForm, Source, Weights
 

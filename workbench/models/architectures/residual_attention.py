@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.config import ModelConfig
-from workbench.kernels.joint_softmax import Softmax
+from workbench.kernels.joint_and_null_softmax import Softmax
 from workbench.models.options import choice_option, number_option
 from workbench.models.shortcut import Path, Reads, Shortcut, SoftmaxForm, Source, Weights
 

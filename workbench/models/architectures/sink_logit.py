@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.config import ModelConfig
-from workbench.kernels.joint_softmax import Softmax
+from workbench.kernels.joint_and_null_softmax import Softmax
 from workbench.models.options import choice_option
 from workbench.models.shortcut import Reads, Shortcut, SoftmaxForm, Weights
 

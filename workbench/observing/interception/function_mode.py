@@ -24,16 +24,16 @@ from torch.utils import checkpoint
 
 from workbench.kernels.pytorch_switches import COMPILED_CODE, FAST_PATH, ProcessSwitch
 from workbench.models.hook_points import submodules
+from workbench.observing.interception.eager_attention_products import PRODUCTS, ProductCall, product_call
 from workbench.observing.interception.flash_calls import flash_call, is_flash
-from workbench.observing.interception.matrix_calls import (
+from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, flex_call, interface_call, sdpa_call
+from workbench.observing.interception.weight_products_and_lookups import (
     Lookup,
     MatrixCall,
     indexed_parameter,
     is_parameter,
     matrix_call,
 )
-from workbench.observing.interception.product_calls import PRODUCTS, ProductCall, product_call
-from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, flex_call, interface_call, sdpa_call
 
 ATTENTION_LIKE = re.compile(r"attn|attention|flash|sdpa|encoder_layer_fwd", re.IGNORECASE)
 MATRICES = ("linear", "addmm", "matmul", "__matmul__", "mm", "einsum")

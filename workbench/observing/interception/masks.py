@@ -14,8 +14,8 @@ from torch import Tensor
 
 from workbench.kernels.attention_and_its_statistics import AttentionStatistics
 from workbench.observing.interception.documents_and_labels import Segments
+from workbench.observing.interception.eager_attention_products import as_written
 from workbench.observing.interception.position_axes import Beside
-from workbench.observing.interception.product_calls import as_written
 
 CAUSAL, FUTURE = "causal", "sees later positions"
 NOTHING = "hides every position"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import WorkbenchError
+from workbench.observing.interception.eager_attention_products import autocast
 from workbench.observing.interception.masks import CROSSING, FUTURE, NOTHING, Modify, mask_kind, visible_keys
 from workbench.observing.interception.position_axes import BATCH_FIRST, UNKNOWN_ORDER, BatchAxis, Beside, Positions
-from workbench.observing.interception.product_calls import autocast
 
 COMPLETE, APPLIED, IGNORED = "complete", "applied", "ignored"
 """Effect of the block lists of FlexAttention's BlockMasks in a module's own runs: none if `mask_mod` hides the same keys; else

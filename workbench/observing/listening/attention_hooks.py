@@ -15,6 +15,7 @@ from torch import Tensor
 from workbench.errors import WorkbenchError
 from workbench.kernels.attention_and_its_statistics import AttentionStatistics
 from workbench.models.patterns_and_gradients import probabilities
+from workbench.observing.interception.eager_attention_products import ProductCall, arrange, restore
 from workbench.observing.interception.function_mode import CallHandler
 from workbench.observing.interception.masks import (
     CAUSAL,
@@ -29,12 +30,11 @@ from workbench.observing.interception.masks import (
     visible_keys,
     window_mask,
 )
-from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.position_axes import ALL_KEYS, Beside
-from workbench.observing.interception.product_calls import ProductCall, arrange, restore
 from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, letters_of
 from workbench.observing.interception.tensor_paths import get_at, replaced_at
-from workbench.observing.listening.run_state import HookedAttention, RunState
+from workbench.observing.interception.weight_products_and_lookups import Lookup, MatrixCall
+from workbench.observing.listening.one_hooked_run import HookedAttention, RunState
 from workbench.observing.recognition.attention_calls import (
     BY_HAND,
     NO_DISTRIBUTION,

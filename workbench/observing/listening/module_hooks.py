@@ -27,7 +27,7 @@ from workbench.observing.interception.position_axes import Axes
 from workbench.observing.interception.tensor_paths import TensorPath, get_at, replaced_at
 from workbench.observing.listening.attention_hooks import AttentionRun
 from workbench.observing.listening.gradient_checkpoints import follow_checkpoints
-from workbench.observing.listening.run_state import CountedCalls, HookedAttention
+from workbench.observing.listening.one_hooked_run import CountedCalls, HookedAttention
 from workbench.observing.recognition.decoder_structure import TensorLocation
 from workbench.observing.recognition.module_runs import LOOKUP, MATRIX
 from workbench.observing.recognition.routers import Router

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from workbench.hook_names import NULL, STATISTICS
 from workbench.kernels.attention_and_its_statistics import AttentionStatistics, attention_statistics
-from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible_keys
-from workbench.observing.interception.position_axes import BatchAxis, Beside, Positions
-from workbench.observing.interception.product_calls import (
+from workbench.observing.interception.eager_attention_products import (
     ProductCall,
     arrange,
     as_written,
@@ -27,6 +25,8 @@ from workbench.observing.interception.product_calls import (
     pattern_order,
     softmax_axes,
 )
+from workbench.observing.interception.masks import CAUSAL, Modify, is_distribution, masked_statistics, visible_keys
+from workbench.observing.interception.position_axes import BatchAxis, Beside, Positions
 from workbench.observing.recognition.least_squares import EXACT, fit, weights_by_token
 from workbench.observing.recognition.module_runs import Execution
 

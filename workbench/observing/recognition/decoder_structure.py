@@ -10,9 +10,9 @@ from torch import Tensor
 
 from workbench.config import ObservedConfig
 from workbench.observing.interception.call_sites import CallSite
-from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.position_axes import Axes, Layout
 from workbench.observing.interception.tensor_paths import TensorPath
+from workbench.observing.interception.weight_products_and_lookups import MatrixCall
 from workbench.observing.recognition.attention_calls import TracedAttention
 from workbench.observing.recognition.least_squares import FrozenNorm, StreamSum
 from workbench.observing.recognition.module_runs import Execution, TracedTensor, run_index

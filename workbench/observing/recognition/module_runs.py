@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from workbench.observing.interception.call_sites import Frames
-from workbench.observing.interception.matrix_calls import MatrixCall
 from workbench.observing.interception.position_axes import Axes
 from workbench.observing.interception.tensor_paths import TensorPath
+from workbench.observing.interception.weight_products_and_lookups import MatrixCall
 
 MATRIX = "(matrix)"
 """Replaces a module's name for a product with a parameter outside a module of its own; its runs are counted within a block."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from workbench.errors import WorkbenchError
 from workbench.kernels.pytorch_switches import outside_inference_mode
+from workbench.observing.interception.eager_attention_products import ProductCall
 from workbench.observing.interception.function_mode import Interception, guarded, remove_module_hooks
 from workbench.observing.interception.masks import visible_keys
 from workbench.observing.interception.position_axes import UNKNOWN_ORDER, Axes, BatchAxis, Layout, Positions
-from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, letters_of
 from workbench.observing.interception.sharded_weights import is_sharded
 from workbench.observing.interception.tensor_paths import tensors_in

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from workbench.errors import WorkbenchError
 from workbench.kernels.pytorch_switches import outside_inference_mode
 from workbench.observing.interception.call_sites import Frames, running_frames
+from workbench.observing.interception.eager_attention_products import ProductCall
 from workbench.observing.interception.function_mode import (
     CallHandler,
     Interception,
@@ -27,7 +28,6 @@ from workbench.observing.interception.function_mode import (
     remove_module_hooks,
 )
 from workbench.observing.interception.masks import CAUSAL, CROSSING, FUTURE, NOTHING, mask_kind, visible_keys
-from workbench.observing.interception.matrix_calls import Lookup, MatrixCall
 from workbench.observing.interception.position_axes import (
     BATCH_FIRST,
     UNKNOWN_ORDER,
@@ -37,7 +37,6 @@ from workbench.observing.interception.position_axes import (
     Layout,
     Positions,
 )
-from workbench.observing.interception.product_calls import ProductCall
 from workbench.observing.interception.sdpa_and_flex_attention import FusedCall, letters_of
 from workbench.observing.interception.sharded_weights import is_sharded
 from workbench.observing.interception.tensor_paths import (
@@ -47,6 +46,7 @@ from workbench.observing.interception.tensor_paths import (
     tensors_in,
     tensors_of_output,
 )
+from workbench.observing.interception.weight_products_and_lookups import Lookup, MatrixCall
 from workbench.observing.recognition.attention_calls import (
     BY_HAND,
     NO_TOKEN,
