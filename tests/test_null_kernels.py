@@ -13,12 +13,17 @@ from workbench.kernels import (
     attention_reference,
     attention_statistics,
     attention_window,
-    joint_softmax,
     pooled_attention,
     pooled_maximum,
 )
 from workbench.kernels.attention_and_its_statistics import fused_statistics, runs_fused
-from workbench.kernels.joint_and_null_softmax import STRIP, Softmax, joint_attention, joint_statistics
+from workbench.kernels.joint_and_null_softmax import (
+    STRIP,
+    Softmax,
+    attend_with_a_key,
+    joint_attention,
+    joint_statistics,
+)
 
 LOGITS = torch.tensor([0.3, -2.0, 9.0, -30.0], dtype=torch.float64)
 FORMS = [attention_statistics, fused_statistics]
@@ -101,7 +106,7 @@ def gradients(attend, dtype=torch.float64):
 def as_a_key(q, k, v, logits):
     """What is taken where no call tells the log-sum-exp, and in compiled graphs."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return joint_softmax.attend_with_a_key(q, k, v, logits, None, True).transpose(1, 2)
+    return attend_with_a_key(q, k, v, logits, None, True).transpose(1, 2)
 
 
 def streamed(q, k, v, logits):
