@@ -10,11 +10,13 @@ import shutil
 import sys
 
 import pandas as pd
+import planted
 import pytest
 from typer.testing import CliRunner
 
 import analyses
 from analyses.common import QUICK_MODEL, QUICK_TEXT, QUICK_TRAIN, quick_runs
+from analyses.tables import losses_and_sizes, mean_losses, profile
 from workbench.claims import CLAIMS, DECIDED, STATUSES, collect_evidence
 from workbench.claims.analysis import analyse, verdict_table, write_page, write_tables
 from workbench.claims.collect_evidence import find_runs, gather, matching_steps, metrics_needed, run_facts, stored
@@ -71,6 +73,27 @@ def test_scripts_cover_every_claim_once():
     assert sorted(asked) == sorted(CLAIMS)
 
 
+def test_tables_average_domains_and_heads_within_a_run_and_no_unequal_trainings():
+    made = planted.runs("svformer", seeds=2) + planted.runs("svformer", seeds=2, lr=1e-3, parameters=1e5)
+    losses = {(0, "a"): 1.0, (0, "b"): 4.0, (1, "a"): 3.0, (1, "b"): 2.0}
+    told = [
+        planted.row(of, "validation_loss", loss + 10 * (of["lr"] == 1e-3), data=domain)
+        for of in made for (seed, domain), loss in losses.items() if seed == of["seed"]
+    ]  # fmt: skip
+    mass = [
+        planted.row(of, "sink_mass", 0.9 if h == of["seed"] else 0.1, layer=1, head=h) for of in made for h in (0, 1)
+    ]
+    evidence = planted.evidence(made, mass, told)
+    columns = ["lr", "mean", "min", "max", "size"]
+    assert mean_losses(evidence)[columns].to_numpy().tolist() == [[4e-3, 2.5, 2.5, 2.5, 2], [1e-3, 12.5, 12.5, 12.5, 2]]
+    sizes = losses_and_sizes(evidence)[["data", "parameters", "mean"]].to_numpy().tolist()
+    assert sizes == [["a", 1e5, 12.0], ["a", 4e5, 2.0], ["b", 1e5, 13.0], ["b", 4e5, 3.0]]
+    assert profile(evidence, "sink_mass", strongest=True)[["lr", "mean"]].to_numpy().tolist() == [
+        [1e-3, 0.9],
+        [4e-3, 0.9],
+    ]
+
+
 # ---- evidence --------------------------------------------------------------------------------------------------------
 
 
@@ -90,6 +113,7 @@ def test_facts_of_a_run_are_its_own(three):
     assert found["parameters"] == 2 * v * d + n * (4 * d * d + 3 * d * f) + (2 * n + 1) * d
     assert found["tokens"] == QUICK_TRAIN.steps * QUICK_TRAIN.batch * QUICK_TRAIN.T
     assert (found["task"], found["bos"], found["seed"]) == ("text", False, 0)
+    assert run_facts(Run.open(three[0]), "for imported runs.txt")["data"] == found["data"]
 
 
 @pytest.mark.slow

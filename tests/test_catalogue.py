@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -13,7 +14,7 @@ from damaging import in_entries
 from dashboard import TRAIN
 
 import workbench.runs.catalogue as catalogue_module
-from workbench.claims.collect_evidence import find_runs
+from workbench.claims.collect_evidence import find_runs, run_facts
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.data_sources import RepeatedData
 from workbench.errors import BadData, UnknownName, WorkbenchError
@@ -47,6 +48,8 @@ def test_of_an_import_nothing_says_how_many_tokens_a_step_reads(runs):
     path = runs / "a" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"kind": "imported"}}))
     assert catalogue(runs).entry("a").tokens == 0
+    facts = run_facts(Run.open(runs / "a"))
+    assert all(math.isnan(facts[name]) for name in ("tokens", "batch", "lr", "warmup", "lr_final", "weight_decay"))
 
 
 def test_a_recording_has_no_checkpoints_no_recipe_and_a_series_of_its_own(runs):
@@ -86,6 +89,7 @@ def test_experiments_are_told_apart_by_what_most_of_their_kind_have_otherwise(ru
         ("c", {"train": {"lr": 0.5}}),
         ("d", {"model": {"n_layers": 4}, "train": {"steps": 7}}),
         ("e", {}),
+        ("f", {"train": {"lr": 0.5, "warmup": 7}}),
     ):
         dashboard.run(runs, name, "transformer", 0, "text", steps=())
         path = runs / name / "run.json"
@@ -95,7 +99,7 @@ def test_experiments_are_told_apart_by_what_most_of_their_kind_have_otherwise(ru
     for entry in catalogue(runs).entries:
         groups.setdefault(entry.group, []).append(entry)
     assert {runs[0].name: told for runs, told in zip(groups.values(), differing_settings(groups).values(), strict=True)} == {
-        "a": "", "c": "rate 0.5", "d": "4 layers, 7 steps",
+        "a": "", "c": "rate 0.5", "d": "4 layers, 7 steps", "f": "rate 0.5, 7 warm-up steps",
     }  # fmt: skip
 
 

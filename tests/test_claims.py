@@ -37,6 +37,9 @@ def test_unequal_conditions_are_named():
     found = judged("lower_loss", made)
     assert found.status == "not_checkable"
     assert "differ in data and T" in found.sentence
+    for setting in ("query_group", "rope_theta", "rms_norm_eps", "init_std", "validation_sequences"):
+        made = runs("transformer", **{setting: 4}) + runs("resformer", **{setting: 2})
+        assert f"differ in {setting}." in judged("lower_loss", made).sentence
 
 
 def test_a_broken_model_is_named_and_stops_nothing_else():
@@ -114,6 +117,8 @@ def test_a_run_that_was_measured_at_an_earlier_step_is_not_compared_with_trained
     last = evidence(made, rows).rows("cache_bytes")
     assert set(last["seed"]) == {1, 2}
     assert set(last["step"]) == {LAST}
+    losses = [row(of, "loss", 3.0, step=LAST if of["model"] == "resformer" else 100) for of in made]
+    assert judged("lower_loss", made, losses).sentence.startswith("The last loss is unknown for transformer-s0")
 
 
 def test_measures_of_other_documents_are_not_compared():

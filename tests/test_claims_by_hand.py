@@ -97,6 +97,13 @@ def test_a_lead_at_first_is_that_of_the_first_third_to_its_last_step():
     races = races_by_seed(evidence(made, (), told))
     assert races.loc[0, "lead"] == pytest.approx((8 * -1.0 + -4.0) / 9)
     assert races.loc[0, "crossing"] == 11, "the window that ends there: (-1 - 10 + 20) / 3"
+    sparse = [one | {"step": 10 * one["step"]} for one in told]  # of 300 steps, windows of 30
+    races = races_by_seed(evidence([of | {"steps": 300} for of in made], (), sparse))
+    assert races.loc[0].tolist()[:2] == pytest.approx([(8 * -1.0 + -4.0) / 9, 110])
+    gaps = [one for one in sparse if one["step"] % 20 == 0 or one["step"] == 290]
+    races = races_by_seed(evidence([of | {"steps": 300} for of in made], (), gaps))
+    assert races["crossing"].isna().all(), "two losses in a window are noise"
+    assert races["apart"].tolist() == [20]
 
 
 def test_a_course_is_measured_at_ten_checkpoints_spread_evenly_with_both_ends():

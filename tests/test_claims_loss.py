@@ -37,6 +37,13 @@ def test_inside_one_decaying_schedule_no_steps_are_saved():
             found = from_losses(claim, levels, lr_final=final)
             assert ("steps earlier" in found.sentence) == told
             assert found.table["comparison"].str.contains("steps saved").any() == told
+    larger = from_losses("lower_loss", {"transformer": 2.73, "resformer": 2.70}).sentence
+    made, told = with_losses({"transformer": 2.73, "resformer": 2.70})
+    other = with_losses({"value_embedding": 2.60}, parameters=8e5)
+    assert judged("lower_loss", made + other[0], (), told + other[1]).sentence == larger, "its parameters are its own"
+    made = runs("transformer", "values_scaled", "resformer", lr_final=1.0)
+    worse = [row(of, "validation_loss", loss, step=step) for of in made for step, loss in {0: 5.0, 300: 5.5}.items()]
+    assert "steps earlier" not in judged("lower_loss", made, (), worse).sentence, "no step comes before the first"
 
 
 def test_lower_loss_is_refuted_where_a_tuned_baseline_turns_it():
@@ -63,15 +70,18 @@ def test_a_lead_that_tuning_leaves_open_is_not_supported():
 
 
 def test_lower_loss_pairs_documents_where_both_read_the_same():
-    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}, seeds=1)
+    made, told = with_losses({"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}, seeds=2)
+    made = [of for of in made if (of["model"], of["seed"]) != ("resformer", 1)]
     samples = [
-        {"run": of["run"], "seed": 0, "step": LAST, "metric": "loss", "variant": None, "document": d,
-         "value": 2.7 + 0.1 * d - 0.02 * (of["model"] == "resformer")}
+        {"run": of["run"], "seed": of["seed"], "step": LAST, "metric": "loss", "variant": None, "document": d,
+         "value": 2.7 + 0.1 * d - 0.02 * (of["model"] == "resformer") + of["seed"]}
         for of in made
         for d in range(20)
     ]  # fmt: skip
     found = judged("lower_loss", made, (), told, samples)
-    assert "20 shared documents" in found.sentence
+    assert "20 shared documents of these seeds -0.02" in found.sentence, "one seed is the Transformer's alone"
+    earlier = [one | {"step": 100} if one["run"].startswith("resformer") else one for one in samples]
+    assert "shared documents" not in judged("lower_loss", made, (), told, earlier).sentence
 
 
 SIZES = (1e5, 2e5, 4e5, 8e5)

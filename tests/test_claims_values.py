@@ -190,7 +190,10 @@ def test_half_the_cache(gqa, cache, status):
     levels = {"transformer": 2.73, "svformer": 2.75} | ({"gqa": gqa} if gqa else {})
     made, told = with_losses(levels)
     rows = [row(of, "cache_bytes", 1024 * (cache if of["model"] == "svformer" else 1)) for of in made]
-    assert judged("half_the_cache_for_a_small_penalty", made, rows, told).status == status
+    other = with_losses({"value_embedding": 2.60}, parameters=9e6)
+    found = judged("half_the_cache_for_a_small_penalty", made + other[0], rows, told + other[1])
+    assert found.status == status
+    assert "At 0.4 M parameters" in found.sentence
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import dashboard
 import numpy as np
@@ -19,6 +20,7 @@ from workbench.reports.diff_of_checkpoints import (
     diff,
     matrix_change,
     measure_differences,
+    run_description,
     setting_differences,
     stored_rows,
     weight_changes,
@@ -140,6 +142,8 @@ def test_settings_are_flattened_and_only_different_ones_are_left():
     assert table.to_dict("records") == [
         {"setting": "train.lr", "a": "0.001", "b": "0.002"}, {"setting": "options.layers", "a": "", "b": "[1]"},
     ]  # fmt: skip
+    imported = SimpleNamespace(info={"seed": 0, "train": {"lr": 6e-4}, "imported": {}})
+    assert run_description(imported) == {"seed": 0}, "the recipe of an import is a placeholder"
 
 
 def rows(values, metric="loss"):

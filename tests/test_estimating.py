@@ -16,6 +16,7 @@ from torch import nn
 from workbench.config import ModelConfig, TrainConfig
 from workbench.errors import BadData, UnknownName
 from workbench.measurement.measuring_memory import measuring_memory, on_a_line
+from workbench.models import build
 from workbench.models.tensor_memory import LiveBytes
 from workbench.training.training_memory import training_memory
 
@@ -151,6 +152,11 @@ def test_parts_are_what_they_are_called():
     small = model.replace(n_layers=1, d_model=16, d_mlp=16, d_vocab=64)
     told = measuring_memory("transformer", small, "loss", n=2, T=8, batch=1).set_index("part")["bytes"]
     assert told["weights"] == 4 * (2 * 64 * 16 + 4 * 16**2 + 3 * 16 * 16 + 3 * 16)
+    joint = small.replace(n_layers=2)
+    training_memory("cross_layer", joint, TrainConfig(steps=1, batch=1, T=8))
+    assert build("cross_layer", joint)(torch.zeros(1, 8, dtype=torch.long)).isfinite().all(), (
+        "masks of estimates are fake"
+    )
 
 
 def test_what_cannot_be_estimated_is_refused():

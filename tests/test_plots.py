@@ -108,6 +108,7 @@ def test_two_runs_of_one_seed_count_as_one_seed():
     first, second = (frame.loc[(frame["seed"] == s) & frame["control"].isna(), "value"].to_numpy() for s in (0, 1))
     np.testing.assert_allclose(line.y, (first + (second + 9.0) / 2) / 2)
     assert "2 seeds per model" in figure.layout.title.subtitle.text
+    assert "runs of one seed averaged" in figure.layout.title.subtitle.text.replace("<br>", " ")
 
 
 def test_a_line_whose_points_have_different_numbers_of_seeds_says_so():

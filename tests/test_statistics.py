@@ -303,6 +303,8 @@ def test_formation_is_the_first_step_below_half_of_the_start():
     assert steps["last_step"].tolist() == [3, 3]
     unknown = formation_steps(copy_losses({("transformer", 0): [4.0, 1.0]}).assign(seed=None))
     assert list(unknown["formed"]) == ["step 1"], "a run whose seed nothing says"
+    gaps = formation_steps(copy_losses({("transformer", 0): [math.nan, 4.0, 1.0, math.nan]}))
+    assert list(gaps["formed"]) == ["step 2"], "a batch without copied tokens has no copy loss"
 
 
 def test_formation_without_a_copy_loss_is_refused():

@@ -15,6 +15,7 @@ import torch
 from workbench.config import PRESETS
 from workbench.errors import BadData, UnknownName, WorkbenchError
 from workbench.jobs.running import BrokenProcessPool, Job, run_jobs
+from workbench.measurement.measuring import measure
 from workbench.models import ARCHITECTURES, compose
 from workbench.places import SHIPPED
 from workbench.runs.run import Run
@@ -246,11 +247,13 @@ def test_measures_of_a_study_are_kept_with_it(tmp_path):
     jobs = [processes_with_data(job) for job in plan(study, tmp_path / "runs")]
     for job in jobs:
         work(job)
+    measure(tmp_path / "runs" / jobs[0].name, "loss", n=1)  # other documents, which no mean may hold with these
     kept = keep(study, outcomes(study, jobs, {}), tmp_path / "runs", tmp_path / "out")
     records = pd.read_parquet(kept[-1])
     assert kept[-1].name == "small-records.parquet"
     assert set(records["metric"]) == {"loss", "sink_mass"}
     assert set(records["step"]) == {0, 4}
+    assert set(records["n"].dropna()) == {2}
     assert set(records["architecture"]) == {"transformer", "resformer"}
 
 
@@ -336,6 +339,13 @@ def test_two_seeds_decide_nothing(tmp_path):
 def test_each_model_takes_its_own_best_value_of_the_tuned_axis(tmp_path):
     """Vanilla is best at rate 2 (60), ResFormer at rate 1 (50): at equal rates -50 and +15, best against best -10."""
     study = read_study(written(tmp_path, 'tuned = "lr"\ngrid.recipe.lr = [1.0, 2.0]\n' + SMALL))
+    unsorted = read_study(written(tmp_path, 'tuned = "lr"\ngrid.recipe.lr = [2.0, 1.0, 4.0]\n' + SMALL))
+    never, once = ([math.nan] * 3, [50, 50, math.nan])
+    slow, few = table(transformer=[100] * 3, resformer=never), table(transformer=[110] * 3, resformer=once)
+    parts = slow.assign(lr="2"), few.assign(lr="1"), slow.assign(lr="4")
+    rows = summary(unsorted, pd.concat(parts, ignore_index=True)).set_index(["model", "lr"])
+    assert rows.loc[("transformer", "best (2)"), "mean"] == 100, "2 lies between 1 and 4, whatever their order"
+    assert rows.loc[("resformer", "best (1, at the edge)"), "n"] == 2, "more seeds get there than at the first rate"
     slow = table(transformer=[100, 100, 100], resformer=[50, 50, 50])
     fast = table(transformer=[60, 60, 60], resformer=[75, 75, 75]).assign(lr="2")
     rows = summary(study, pd.concat([slow, fast], ignore_index=True)).set_index(["model", "lr"])
@@ -376,23 +386,26 @@ def test_a_study_fetches_no_dataset(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_each_model_takes_its_best_rate_from_a_study_of_other_seeds(tmp_path):
-    rates = SMALL.replace("seeds = [0, 1, 2]", "seeds = [9]\ngrid.recipe.lr = [1e-6, 1e-2]").replace(
-        '"formation_step"', '"validation_loss"'
-    )
+def test_each_model_takes_its_best_rate_from_a_study_of_other_seeds(tmp_path, monkeypatch):
+    seeds = "seeds = [9]\ngrid.recipe.lr = [1e-6, 1e-2]\ngrid.model.d_mlp = [8, 600]"  # each width has its own rate
+    rates = SMALL.replace("seeds = [0, 1, 2]", seeds).replace('"formation_step"', '"validation_loss"')
     (tmp_path / "rates.toml").write_text(rates)
-    named = f'rates_from = "{tmp_path / "rates.toml"}"\nseeds = [0, 1, 2]'
+    named = f'rates_from = "{tmp_path / "rates.toml"}"\nseeds = [0, 1, 2]\ngrid.model.d_mlp = [8, 600]'
     study, runs = read_study(written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named))), tmp_path / "runs"
     with pytest.raises(
-        WorkbenchError, match="of which 4 of 4 runs are not finished; train them first: workbench study rates"
+        WorkbenchError, match="of which 8 of 8 runs are not finished; train them first: workbench study rates"
     ):
         plan(study, runs)
     tried = read_study(tmp_path / "rates.toml")
     for job in plan(tried, runs):
         work(dataclasses.replace(job, data=prepare_data(job)))
-    losses = outcomes(tried, plan(tried, runs), {}).set_index(["model", "lr"])["validation_loss"]
-    best = {model: float(rows.idxmin()[1]) for model, rows in losses.groupby("model")}
-    assert {(job.cell.model, sizes(job)[1].lr) for job in plan(study, runs)} == set(best.items())
+    losses = outcomes(tried, plan(tried, runs), {}).set_index(["model", "lr", "d_mlp"])["validation_loss"]
+    losses["transformer", "1e-06", "600"] = losses["resformer", "0.01", "8"] = 0.0  # widths with rates of their own
+    monkeypatch.setattr(study_runs, "outcomes", lambda *_: losses.reset_index())
+    found = {(job.cell.model, job.cell.point["d_mlp"]): sizes(job)[1].lr for job in plan(study, runs)}
+    best = losses.groupby(["model", "d_mlp"]).idxmin()
+    assert found == {(model, int(width)): float(lr) for (model, width), (_, lr, _) in best.items()}
+    assert (found["transformer", 600], found["resformer", 8]) == (1e-6, 1e-2)
     assert {job.seed for job in plan(study, runs)} == {0, 1, 2}
     same = read_study(written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named.replace("[0, 1, 2]", "[8, 9]"))))
     with pytest.raises(WorkbenchError, match=r"which has the same seeds \[9\]; give others"):

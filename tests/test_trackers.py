@@ -188,6 +188,16 @@ def test_mlflow_is_not_told_twice_what_equals_nothing_or_comes_back_as_the_large
     assert "log_batch" in [name for name, *_ in client.calls]
 
 
+def test_an_imports_placeholder_of_a_recipe_is_not_exported(run, monkeypatch):
+    sent = []
+    monkeypatch.setattr(tracker_export, "installed_trackers", lambda names: [names])
+    monkeypatch.setattr(tracker_export, "open_trackers", lambda names, folder, info, start: sent.append(info) or [])
+    export_log(run, "wandb")
+    monkeypatch.setitem(run.info, "imported", {})
+    export_log(run, "wandb")
+    assert ["train" in info for info in sent] == [True, False]
+
+
 def test_what_cannot_be_told_is_refused_by_name(run, monkeypatch):
     with pytest.raises(UnknownName, match="did you mean tensorboard"):
         export_log(run, "tensorbord")

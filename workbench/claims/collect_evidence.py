@@ -37,7 +37,8 @@ BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
 AT_ONCE = 50  # runs whose losses are compared together
-BOOKKEEPING = ("log_every", "validate_every", "validation_sequences", "save_every", "checkpoints")
+UNKNOWN = ("batch", "lr", "lr_final", "warmup", "weight_decay", "validation_sequences")  # of imported checkpoints
+BOOKKEEPING = ("log_every", "validate_every", "save_every", "checkpoints")
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], dict[str, str]]:
@@ -129,12 +130,16 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
     row = {
         **dataclasses.asdict(shape), **{k: v for k, v in dataclasses.asdict(recipe).items() if k not in BOOKKEEPING},
         "run": run.name, "architecture": run.architecture, "seed": run.seed,
+        "query_group": 1.0 if "query_group" in plain else shape.n_heads / shape.n_key_value_heads,  # an option tells models apart
         "model": run.architecture + (f"[{label}]" if label else ""), "parameters": parameters, "options": json.dumps(plain),
-        "data": str(data) if data is not None else str(described.get("hash", kind)), "bos": has_start_tokens(described),
+        "data": str(data) if data is not None and kind == "imported" else str(described.get("hash", kind)),
+        "bos": has_start_tokens(described),
         "task": "text" if kind in ("text", "tokens", "imported") else kind, "tokens": recipe.batch * recipe.T * recipe.steps,
         "optimiser": json.dumps([recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.bf16]),
         "study": run.info.get("shipped", {}).get("study", ""),
     }  # fmt: skip
+    if kind == "imported":  # nothing says how checkpoints were trained; its recipe is a placeholder
+        row |= dict.fromkeys((*UNKNOWN, "tokens"), math.nan) | {"optimiser": "unknown"}
     return {column: row[column] for column in RUN_COLUMNS}
 
 

@@ -20,7 +20,7 @@ MIN_PARAMETERS = 80e6  # parameters: below, zero-shot accuracies are at chance
 def downstream_gains(evidence: Evidence) -> Verdict:
     """A value residual gains on downstream tasks without further training."""
     pair = evidence.of_task("text").comparable("transformer", RESFORMERS)
-    size = float(pair.fact("parameters"))
+    size = float(pair.of_models(["transformer"]).fact("parameters"))
     if size < MIN_PARAMETERS:
         raise InsufficientEvidence(
             f"Models of {size / 1e6:.1f} M parameters answer zero-shot tasks at chance; {MIN_PARAMETERS / 1e6:.0f} M is the least."

@@ -22,8 +22,8 @@ from workbench.statistics.loss_curves import at_equal_loss, common_loss
 
 GROUPS = 8  # of documents, whose spread is the error of an accumulated number
 RECIPE = (
-    "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "d_mlp", "d_vocab", "warmup", "lr_final",
-    "weight_decay", "optimiser",
+    "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "query_group", "d_mlp", "d_vocab", "rms_norm_eps",
+    "rope_theta", "init_std", "warmup", "lr_final", "weight_decay", "optimiser", "validation_sequences",
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")  # settings that must be equal in runs that are compared
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
@@ -352,8 +352,8 @@ class Evidence:
     def losses(self) -> pd.DataFrame:
         """Return the final validation loss by run and domain, from training or else from the measured loss.
 
-        Columns are run, model, seed, data, lr, tokens and value. The value is NaN if the run's telemetry ends before the telemetry of
-        other runs with as many steps. Raises `InsufficientEvidence` if no run has a loss.
+        Columns are run, model, seed, data, lr, tokens and value. The value is NaN if the run's losses end before those of other runs
+        with as many steps. Raises `InsufficientEvidence` if no run has a loss.
         """
         written = self.written("validation_loss")
         measured = self.records("loss")
@@ -363,7 +363,7 @@ class Evidence:
             raise InsufficientEvidence(f"No validation loss of {listed(self.models)} is known.")
         facts_of = self.runs[["run", "model", "lr", "tokens", "steps"]]
         rows = rows[["run", "seed", "data", "step", "value"]].merge(facts_of, on="run")
-        early = rows["run"].isin(set(written["run"])) & (rows["step"] < rows.groupby("steps")["step"].transform("max"))
+        early = (rows["step"] < rows.groupby("steps")["step"].transform("max")).fillna(False).astype(bool)
         return rows.drop(columns=["step", "steps"]).assign(value=rows["value"].astype(float).mask(early))
 
     def curves(self) -> dict[str, pd.Series]:

@@ -90,7 +90,7 @@ def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go
         if metric == "coefficient":
             first = rows["architecture"].iloc[0] if len(rows) else None
             return plots.coefficients_figure(rows[rows["architecture"] == first]), rows
-        smooth = min(100, max(1, int(rows["step"].max() or 0) // 10)) if metric == "train_loss" and len(rows) else 1
+        smooth = min(100, max(1, rows["step"].nunique() // 10)) if metric == "train_loss" else 1
         return plots.plot(rows, smooth=smooth), rows
     except WorkbenchError:  # nothing was measured, or nothing that fits one figure: the verdict's sentence names it
         return nothing

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from workbench.claims.evidence import Evidence, at_last_step, best_rates
+from workbench.claims.evidence import Evidence, best_rates
 from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
 from workbench.claims.published_numbers import beside_published
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
@@ -46,13 +46,15 @@ def lower_loss(evidence: Evidence) -> Verdict:
     domains = {str(d): pair.difference(rows, model) for d, rows in losses.groupby("data")}
     better = sum(i.value < 0 for i in domains.values())
     documents, shared = pair.samples("loss"), ""
-    final = at_last_step(documents[documents["variant"].isna()])
-    mine, base = (pair.of_model(final, name) for name in (model, "transformer"))
+    final = documents[documents["variant"].isna() & (documents["step"] == documents["step"].max())]
+    sides = [pair.of_model(final, name) for name in (model, "transformer")]
+    mine, base = (rows[rows["seed"].isin({*sides[0]["seed"]} & {*sides[1]["seed"]})] for rows in sides)
     if len(mine) and len(base) and set(mine["document"]) & set(base["document"]):
         change = paired_documents(mine, base)
         shared = f"; over {change.n} shared documents of these seeds {change}"
     saved, reached = _reached(pair, model)
-    reached += _course(pair, model) + beside_published(model, tokens_per_parameter(pair.runs))
+    both = pair.of_models([model, "transformer"])  # other models of the setting may have more parameters
+    reached += _course(both, model) + beside_published(model, tokens_per_parameter(both.runs))
     sentence = (
         f"{model_name(model)} - Transformer: {whole} nats over {whole.n} seed{'s' * (whole.n != 1)}{seeds_note(whole)}"
         f", lower in {better} of "
@@ -168,13 +170,14 @@ def steps_saved(pair: Evidence, model: str, baseline: str = "transformer") -> In
     ratios = []
     for mine, base in pair.paired_curves(model, baseline).values():
         loss = max(float(mine.iloc[-1]), float(base.iloc[-1]))
-        ratios.append(step_at_loss(mine, loss) / step_at_loss(base, loss))
+        ratios.append(step_at_loss(mine, loss) / (step_at_loss(base, loss) or math.nan))
     return saved_share(ratios)
 
 
 def _reached(pair: Evidence, model: str, baseline: str = "transformer") -> tuple[dict[str, Interval], str]:
     """Steps saved, as intervals and in words; none inside decaying schedules."""
-    if (pair.runs["lr_final"] != 1.0).any() or not (saved := steps_saved(pair, model, baseline)).n:
+    saved = steps_saved(pair, model, baseline)
+    if (pair.runs["lr_final"] != 1.0).any() or math.isnan(saved.value):
         return {}, ""
     words = f"; the loss that both come down to is reached {share(saved)} of {model_name(baseline)}'s steps earlier"
     return {"share of steps saved" if baseline == "transformer" else f"{baseline}, share of steps saved": saved}, words

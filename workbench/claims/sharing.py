@@ -18,6 +18,7 @@ from workbench.statistics.loss_curves import WINDOW, critical_point, cumulative_
 SAME_CACHE = ("gqa", "cla")  # about half of the decoder's, as SVFormer
 LONG = 16_384  # tokens: what counts as long against the published 64,000
 EARLY = 1 / 3  # of the steps, in which a lead counts as at first
+LOSSES = 3  # least losses in a window of which a crossing is read
 
 
 @claim(
@@ -41,7 +42,7 @@ def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
     rivals = pair.differences(losses, "svformer", SAME_CACHE)
     penalty = pair.difference(losses, "svformer")
     against = _minus_each(rivals) or "no GQA or CLA of the same cache to compare with"
-    size = pair.fact("parameters") / 1e6
+    size = pair.of_models(["transformer"]).fact("parameters") / 1e6
     sentence = (
         f"Cache {ratio:.4f} of the decoder's ((L + 1) / (2 L) = {expected:.4f}); loss penalty {penalty} nats{seeds_note(penalty)}; "
         f"{against}. At {size:.1f} M parameters, where the published penalty is smallest."
@@ -77,6 +78,8 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
         rates = rates if races["rate"].notna().any() else ""
         when = f"overtaken at step {listed([f'{c:.0f}' for c in crossed])}{rates}"
         when = when if len(crossed) else f"not overtaken within {steps} steps"
+        if len(sparse := races["apart"].dropna()):
+            when = f"no crossing can be read from losses that are {sparse.max():.0f} steps apart"
         parts.append(f"T {length:.0f}: early relative loss {lead} nats{seeds_note(lead)}, {when}")
     if not leads:
         raise InsufficientEvidence("Needs transformer and svformer trained under equal conditions.")
@@ -93,7 +96,10 @@ def fast_at_first_then_overtaken(evidence: Evidence) -> Verdict:
 
 
 def races_by_seed(pair: Evidence) -> pd.DataFrame:
-    """Early lead, step of the crossing and its cumulative learning rate, by seed (NaN without a crossing)."""
+    """Early lead, step of the crossing and its cumulative learning rate, by seed (NaN without a crossing).
+
+    `apart` is the number of steps between losses that leave fewer than `LOSSES` in a window, too few to read a crossing.
+    """
     losses, rates, races = pair.written("train_loss"), pair.written("learning_rate"), {}
     steps = int(pair.runs["steps"].max())
     window = min(WINDOW, max(steps // 10, 1))
@@ -102,16 +108,20 @@ def races_by_seed(pair: Evidence) -> pd.DataFrame:
         if {"svformer", "transformer"} <= set(named.index):
             runs_of = (losses[losses["run"] == named[m]] for m in ("svformer", "transformer"))
             mine, base = (rows.set_index("step")["value"].astype(float).sort_index() for rows in runs_of)
-            relative = relative_loss(mine, base, window)
+            gaps = np.diff(mine.index.intersection(base.index))  # a log need not have every step's loss
+            apart = float(np.median(gaps)) if len(gaps) else 1.0
+            points = max(round(window / apart), 1)
+            sparse = points < min(LOSSES, window)
+            relative = relative_loss(mine, base, points)
             if len(relative) and mine.index[-1] == base.index[-1]:  # else one of them was not written to its end
-                crossing = critical_point(relative, hold=window)
+                crossing = None if sparse else critical_point(relative, hold=points)
                 lead = float(relative[relative.index <= EARLY * steps].mean())
                 step = math.nan if crossing is None else crossing
                 rate = rates[rates["run"] == named["svformer"]].set_index("step")["value"]
-                races[seed] = (lead, step, cumulative_rate(rate.astype(float), step))
+                races[seed] = (lead, step, cumulative_rate(rate.astype(float), step), apart if sparse else math.nan)
     if not races:
         raise InsufficientEvidence("The training losses of these runs were not written down for the same steps.")
-    return pd.DataFrame.from_dict(races, orient="index", columns=["lead", "crossing", "rate"], dtype=float)
+    return pd.DataFrame.from_dict(races, orient="index", columns=["lead", "crossing", "rate", "apart"], dtype=float)
 
 
 @claim(

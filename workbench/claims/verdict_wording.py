@@ -19,7 +19,10 @@ WORDS = {
 }  # fmt: skip
 
 
-RARE = {"n_heads": "{:.0f} heads", "d_mlp": "MLP width {:.0f}", "warmup": "{:.0f} warm-up steps"}
+RARE = {
+    "n_heads": "{:.0f} heads", "query_group": "{:g} query heads for each key-value head", "d_mlp": "MLP width {:.0f}",
+    "warmup": "{:.0f} warm-up steps", "rope_theta": "rotary base {:g}", "validation_sequences": "{:.0f} validation sequences",
+}  # fmt: skip
 """Words that are needed only where settings differ in them."""
 
 

@@ -157,7 +157,8 @@ _MASK_SIZE, _MASK_COUNT = 2**18, 16  # elements, masks: 16 MiB at most
 def _mask(queries: int, sets: int, positions: int, like: Tensor) -> Tensor:
     """Return the mask to add to scores of the last `queries` with all keys, by position and set."""
     key = queries, sets, positions, like.dtype, like.device
-    is_kept = queries * sets * positions <= _MASK_SIZE and not torch.compiler.is_compiling()
+    is_plain = type(like) is Tensor and not torch.compiler.is_compiling()  # no fake tensor of an estimate
+    is_kept = queries * sets * positions <= _MASK_SIZE and is_plain
     if is_kept and key in _MASKS:
         return _MASKS[key]
     with torch.inference_mode(False):  # a mask created in inference mode could not be used in training

@@ -240,6 +240,8 @@ def plot(
         smoothed = f"running mean over {steps} steps" + ("" if steps == smooth else f" ({smooth} records)")
         smoothed = smoothed if len(apart) < 2 else f"running mean over {smooth} records each"
     dashed = "dashed: step 0, random init" if INIT in legend.names else ""
+    if frame.groupby(["architecture", "seed"])["run"].nunique().gt(1).any():
+        legend.bands.add("runs of one seed averaged")
     under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, white) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would

@@ -210,7 +210,7 @@ class Side:
     def description(self) -> Mapping[str, Any]:
         """Return the settings of a run, of a checkpoint's configuration, or of a model."""
         if isinstance(self.thing, Run):
-            return {name: self.thing.info[name] for name in SECTIONS if name in self.thing.info}
+            return run_description(self.thing)
         if isinstance(self.thing, str | Path):
             info = self.state().info
             return {"format": info.format, "model": dict(info.config or {})}
@@ -238,6 +238,12 @@ class Side:
         """Return `stored_documents` of the run, if it is in the index of its folder."""
         own = [e for e in catalogue(self.thing.path.parent).entries if e.path == str(self.thing.path)]
         return [stored_documents(e, self.number) for e in own]
+
+
+def run_description(run: Run) -> dict[str, Any]:
+    """Return the settings of a run; of imported checkpoints without the recipe, which nothing says."""
+    known = [name for name in SECTIONS if name in run.info and (name != "train" or "imported" not in run.info)]
+    return {name: run.info[name] for name in known}
 
 
 def setting_differences(descriptions: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

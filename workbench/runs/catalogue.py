@@ -315,13 +315,14 @@ def named_series(entries: list[Entry]) -> Iterable[Entry]:
 WORDS = {
     "lr": "rate {}", "n_layers": "{} layers", "d_model": "width {}", "n_heads": "{} heads", "d_mlp": "MLP of {}", "steps": "{} steps",
     "batch": "batch {}", "T": "T {}", "vocabulary": "vocabulary {}", "triggers": "{} triggers", "bos": "start token {}",
-    "shortest": "distances from {}", "n_ctx": "context of {}",
+    "shortest": "distances from {}", "n_ctx": "context of {}", "n_key_value_heads": "{} key-value heads", "d_vocab": "vocabulary {}",
+    "warmup": "{} warm-up steps", "hash": "data {}",
 }  # fmt: skip
 """Settings in which experiments may differ, in words; other settings are shown by name."""
-IGNORED = (
-    "n_key_value_heads", "d_vocab", "hash", "save_every", "validate_every", "log_every", "checkpoints", "warmup", "domains", "kind",
-)  # fmt: skip
-"""Settings that follow from others or only choose how much is stored."""
+STORED = ("save_every", "validate_every", "log_every", "checkpoints", "domains", "kind")
+"""Settings that only choose how much is stored, and what other words already tell."""
+RARELY = ("n_key_value_heads", "d_vocab", "hash", "warmup")
+"""Settings that mostly follow from others; they are shown if nothing else tells experiments apart."""
 
 
 def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
@@ -330,7 +331,7 @@ def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
     for group, runs in groups.items():
         info = Run.open(runs[0].path).info
         parts = (info.get(what) or {} for what in ("data", "model", "train"))
-        flat = {key: value for part in parts for key, value in part.items() if key not in IGNORED}
+        flat = {key: value for part in parts for key, value in part.items() if key not in STORED}
         settings.setdefault(runs[0].kind, {})[group] = flat
 
     def unusual(own: dict[str, Any], alike: list[dict[str, Any]]) -> str:
@@ -341,4 +342,11 @@ def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
                 parts.append(WORDS.get(key, f"{key.replace('_', ' ')} {{}}").format("none" if value is None else value))
         return ", ".join(parts)
 
-    return {group: unusual(flat, list(alike.values())) for alike in settings.values() for group, flat in alike.items()}
+    told = dict[str, str]()
+    for alike in settings.values():
+        plain = {group: {k: v for k, v in flat.items() if k not in RARELY} for group, flat in alike.items()}
+        first = {group: unusual(own, [*plain.values()]) for group, own in plain.items()}
+        for group, text in first.items():
+            same = [alike[other] for other in alike if first[other] == text]
+            told[group] = ", ".join(filter(None, (text, unusual(alike[group], same))))
+    return told

@@ -181,7 +181,8 @@ def export_log(run: Run, to: str, metrics: Sequence[str] | None = None) -> int:
         frame = frame[frame["metric"].isin(metrics)]
     if frame.empty:
         raise BadData(f"{run.name} has no numbers to export: train or measure it first")
-    trackers = open_trackers(names, run.path, run.info, 0)
+    known = {k: v for k, v in run.info.items() if k != "train" or "imported" not in run.info}  # a placeholder
+    trackers = open_trackers(names, run.path, known, 0)
     try:
         send_rows(trackers, frame)
     finally:

@@ -50,14 +50,14 @@ def sink_steps(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def formation_steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the step at which each run learned to copy: the first with a copy loss below half of its value at step 0.
+    """Return the step at which each run learned to copy: the first with a copy loss below half of its first value.
 
     Columns are architecture, run, seed, formation_step (null if not reached), last_step and formed (in words), by median step.
     """
     steps = []
     for run, rows in copying(frame).groupby(RUN, dropna=False):
         curve = rows.sort_values("step").set_index("step")["value"]
-        below = curve[curve < curve.iloc[0] / 2]
+        below = curve[curve < curve.bfill().iloc[0] / 2]  # a batch without copied tokens has no copy loss
         steps.append((run, float(below.index[0]) if len(below) else math.nan, curve.index[-1]))
     return _in_order(steps)
 

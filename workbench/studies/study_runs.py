@@ -75,13 +75,15 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
             f"{study.name} takes its rates from {other.name}, of which {len(absent)} of {len(tried)} runs are not finished; "
             f"train them first: workbench study {other.name}"
         )
-    losses = outcomes(other, tried, {}).assign(rate=[run.cell.settings["recipe"]["lr"] for run in tried])
-    means = losses.groupby(["model", "rate"])["validation_loss"].agg(lambda x: x.mean(skipna=False)).dropna()
-    best = {str(model): float(rate) for model, rate in means.groupby("model").idxmin()}
-    if untried := [cell.model for cell in study.cells if cell.model not in best]:
+    losses = outcomes(other, tried, {}).assign(rate=[Run.open(path).train.lr for path in places])
+    axes = [axis for axis in study.axes if axis in other.axes]  # as sizes, each with rates of its own
+    means = losses.groupby(["model", *axes, "rate"])["validation_loss"].mean(skipna=False).dropna()
+    best = {tuple(key): float(rate) for *key, rate in means.groupby(["model", *axes]).idxmin()}
+    keys = [(cell.model, *(value_text(cell.point[axis]) for axis in axes)) for cell in study.cells]
+    if untried := [" ".join(key) for key in keys if key not in best]:
         cure = f"whose rate {study.name} takes from it; add it there"
         raise WorkbenchError(f"{other.name} has not tried {untried[0]}, {cure}")
-    recipes = [{**cell.settings["recipe"], "lr": best[cell.model]} for cell in study.cells]
+    recipes = [{**cell.settings["recipe"], "lr": best[key]} for cell, key in zip(study.cells, keys, strict=True)]
     settings = [{**cell.settings, "recipe": recipe} for cell, recipe in zip(study.cells, recipes, strict=True)]
     return [dataclasses.replace(cell, settings=each) for cell, each in zip(study.cells, settings, strict=True)]
 
@@ -227,13 +229,16 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     groups = frame.groupby(["model", *study.axes], sort=False)
     rows = [_compared(study, frame, study.axes, group) for _, group in groups]
     if study.tuned is not None:
-        parts = []  # a model's runs at its best value of the axis, at which every seed has an outcome
+        parts = []  # a model's runs at its best value: the mean over seeds, or without a value that all reach the restricted mean
         for _, group in frame.groupby(["model", *rest], sort=False):
-            means = group.groupby(study.tuned, sort=False)[study.outcome].agg(lambda x: x.mean(skipna=False))
-            parts.append(group[group[study.tuned] == means.fillna(math.inf).idxmin()])
+            orders = group[[study.outcome]].assign(restricted=group[study.outcome].fillna(group["step"]))
+            means = orders.groupby(group[study.tuned], sort=False).mean(skipna=False).fillna(math.inf)
+            means = means.sort_values([study.outcome, "restricted"], kind="stable")
+            parts.append(group[group[study.tuned] == means.index[0]])
         best = pd.concat(parts)
         tuned = best.assign(**{study.tuned: "best"})
-        tried = list(dict.fromkeys(value_text(cell.point[study.tuned]) for cell in study.cells))
+        values = [cell.point[study.tuned] for cell in study.cells]
+        tried = list(map(value_text, sorted(values) if all(isinstance(v, int | float) for v in values) else values))
         pairs = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
         for (_, group), (_, real) in zip(*pairs, strict=True):
             value = real[study.tuned].iloc[0]
@@ -287,7 +292,9 @@ def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]
     """Write `NAME.parquet` (cells), `NAME-runs.parquet` (runs) and, if the study measures, `NAME-records.parquet`; return the files."""
     tables = {study.name: summary(study, frame), f"{study.name}-runs": frame}
     if study.measure.get("metrics"):
-        tables[f"{study.name}-records"] = load_records([runs / name for name in frame[frame["failed"] == ""]["run"]])
+        tables[f"{study.name}-records"] = one_sample(
+            load_records([runs / n for n in frame[frame["failed"] == ""]["run"]])
+        )
     for name, table in tables.items():
         write_parquet(table, out / f"{name}.parquet")
     return [out / f"{name}.parquet" for name in tables]

@@ -336,11 +336,10 @@ class _Loop:
         loss.backward()
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
-        readings = {"train_loss": loss, **self.data.readings(per_token, tokens)}
-        if self.accelerator.num_processes > 1:
-            readings = {k: self.accelerator.reduce(v.detach(), "mean") for k, v in readings.items()}
+        if self.accelerator.num_processes > 1:  # of all sequences: the processes have unequal numbers of copied tokens
+            per_token, tokens = self.accelerator.gather((per_token.detach(), tokens))
         if self.main:
-            for metric, value in readings.items():
+            for metric, value in {"train_loss": per_token.mean(), **self.data.readings(per_token, tokens)}.items():
                 self.telemetry.add(step, metric, value, unit="nats")
             if step % config.log_every == 0:
                 self.telemetry.add(step, "learning_rate", learning_rate(step, config))

@@ -12,8 +12,8 @@ from workbench.models.architecture_names_and_colours import OPTION_LABELS, archi
 from workbench.plots.heat_maps import safe
 from workbench.plots.style import GREY, MINUS_COLOUR, SITES, at_least, dressed, true_minus, wrapped
 from workbench.reports.diff_of_checkpoints import (
-    SECTIONS,
     measure_differences,
+    run_description,
     setting_differences,
     stored_documents,
     stored_rows,
@@ -82,8 +82,7 @@ def setting_label(key: str) -> str:
 def settings(source: Source, link: Link) -> Drawing:
     """Settings in which the runs of A and B differ: options, shape, recipe, data and versions."""
     a, b = both_models(source, link)
-    described = {s.title: {k: v for k, v in Run.open(s.entry.path).info.items() if k in SECTIONS} for s in (a, b)}
-    table = setting_differences(described)
+    table = setting_differences({s.title: run_description(Run.open(s.entry.path)) for s in (a, b)})
     if table.empty:
         raise WorkbenchError("A and B have equal settings.")
     figure = go.Figure()
