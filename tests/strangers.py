@@ -181,9 +181,11 @@ class SharedValues(FusedAttention):
 class Pulled(FusedAttention):
     """The attention's output is pulled toward the first layer's values."""
 
+    pull = 0.37
+
     def forward(self, x, memory):
         q, k, v = (split(y) for y in self.c_attn(x).split(D, dim=2))
-        y = self.attend(q, k, v) + 0.37 * (memory.setdefault("v", v) - v)
+        y = self.attend(q, k, v) + self.pull * (memory.setdefault("v", v) - v)
         return self.c_proj(y.transpose(1, 2).reshape(x.shape))
 
 

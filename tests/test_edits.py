@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from editing import hooks_standing, some_tokens
-from strangers import GPT, VOCABULARY, SharedValues, large
+from strangers import GPT, VOCABULARY, D, SharedValues, large
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
@@ -199,3 +199,14 @@ def test_other_peoples_modules_are_edited_where_they_can_be():
     with pytest.raises(BadData, match="coefficients of an Observed model"):
         edited(model, "coefficient:value=0").__enter__()
     assert torch.equal(model(ids), plain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"lambdas": [(0.4, 0.6)] * 3}, {"attention": SharedValues}])
+def test_edited_values_of_an_observed_layer_reach_the_layers_that_read_them(options):
+    """As in our models: what zeroes the first layer's values took them from the first layer's attention alone."""
+    module, ids = large(GPT(**options)), torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    found = edit_effect(workbench.observe(module, ids, quiet=True), ids, "values:layer=0,how=zero")
+    matrix = module.transformer["h"][0].attn.c_attn
+    matrix.weight[-D:] = matrix.bias[-D:] = 0
+    assert found.after == pytest.approx(module(ids)[0][0, -1].softmax(-1).numpy(), abs=1e-6)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from observed import LAMBDAS, see, stranger
 from odd_stacks import Gated, Scaled, TwoMixers, hybrid, negative
-from strangers import GPT, HEADS, D, GPTBlock, large
+from strangers import GPT, HEADS, D, GPTBlock, Pulled, large
 from torch import nn
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.decomposition import decompose
-from workbench.prompts import check_model, logit_attribution
+from workbench.prompts import check_model, edit_sweep, fit_tuned_lens, logit_attribution, logit_lens
 
 WIDE = torch.float64
 LEVELS = ("layer", "head", "value_path")
@@ -151,6 +152,18 @@ def test_the_rounding_of_a_massive_activation_confuses_no_parts(ids, block, dtyp
     _, cache = observed.run_with_cache(ids, names_filter=list(plain))
     for name, part in plain.items():
         torch.testing.assert_close(cache[name], part, atol=0, rtol=1e-2, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_pull_toward_the_first_values_is_a_path_in_half_precision(ids, dtype):
+    """A pull of less than 20 % of a bfloat16 head's output was left out of its value paths."""
+    slightly = type("Slightly", (Pulled,), {"pull": 0.05})
+    observed = see(large(GPT(attention=slightly)).to(dtype), ids)
+    heads, paths = (decompose(observed, ids, by=by) for by in ("head", "value_path"))
+    for head in range(HEADS):
+        both, whole = paths[f"L2H{head}.own"] + paths[f"L2H{head}.first"], heads[f"L2H{head}"]
+        assert float((both - whole).norm() / whole.norm()) < 0.01
 
 
 PATHS = (
@@ -299,8 +312,56 @@ def test_a_level_that_is_missing_is_a_note_and_the_others_answer(ids):
     found = logit_attribution(see(large(GPT(attention=lambda i: Gated(i, positive=False))), ids), ids[:1], -1, 5)
     assert list(found.totals) == ["layer", "head"]
     assert found.notes[0].startswith("No parts by value path: layer 0 shows no value paths: W_O reads more")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, 3), (torch.bfloat16, 20), (torch.float16, 20)])
+def test_a_soft_cap_of_logits_is_found_where_rounding_hides_it_in_each_logit(ids, dtype, cap):
+    """A bfloat16 logit of 12.6 under a cap of 30 had parts that summed to 13.4."""
+    module = large(Ended(nn.LayerNorm(D), lambda x: cap * torch.tanh(x / cap))).to(dtype)
+    module.lm_head.weight.mul_(2)
     with pytest.raises(BadData, match="a soft cap"):
-        logit_attribution(see(large(Ended(None, lambda x: 3 * torch.tanh(x / 3))), ids), ids[:1], -1, 5)
+        logit_attribution(see(module, ids), ids[:1], -1, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [0.985, 1.0])
+def test_a_factor_of_logits_near_one_is_told_in_half_precision(ids, dtype, factor):
+    """A factor of 0.985 was taken for 1 in bfloat16, so parts were 1.5 % too large."""
+    observed = see(large(Ended(nn.LayerNorm(D), lambda x: factor * x)).to(dtype), ids)
+    assert observed.anatomy().structure.ending.factor == pytest.approx(factor, abs=2e-3 * (factor < 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+def test_tokens_that_a_mask_rules_out_change_no_number_of_the_others(ids, value):
+    """Image tokens of Chameleon and rows that pad a vocabulary. Parts of a cached run were a fifth too small, changes of a logit 0."""
+
+    def masked(logits):
+        logits[..., 53:] = value
+        return logits
+
+    ids = ids % 53
+    plain, hidden = (see(large(Ended(nn.LayerNorm(D), then)), ids) for then in (None, masked))
+    alone, free = ids[:1], plain(ids[:1])[0, :, :53]
+    parts, right = (decompose(m, m.run_with_cache(ids)[1], "logits", tokens=5)["embed"] for m in (hidden, plain))
+    torch.testing.assert_close(parts, right)
+    assert logit_attribution(hidden, alone, -1, 5).error < 1e-5
+    with plain.hooks([("blocks.1.hook_mlp_out", lambda x, hook: 0 * x)]):
+        change = plain(ids[:1])[0, -1, :53] - free[-1]
+    assert edit_sweep(hidden, alone, "remove:part=mlp", answer=5).logit[1] == pytest.approx(
+        float(change[5] - change.mean()), abs=1e-5
+    )
+    lens, module = logit_lens(hidden, alone), plain.foreign
+    stream = plain.run_with_cache(alone)[1]["blocks.1.hook_resid_pre"]
+    log_p, log_q = (x.log_softmax(-1) for x in (free, module.lm_head(module.transformer.ln_f(stream))[0, :, :53]))
+    np.testing.assert_allclose(lens.entropy[1], -(log_q.exp() * log_q).sum(-1), atol=1e-5)
+    np.testing.assert_allclose(lens.kl[1], (log_p.exp() * (log_p - log_q)).sum(-1), atol=1e-5)
+    assert fit_tuned_lens(hidden, ids).held_out["kl"].notna().all()
+    if value == -torch.inf:
+        with pytest.raises(BadData, match="rules out has no parts"):
+            logit_attribution(hidden, ids[:1], -1, 55)
 
 
 @torch.no_grad()

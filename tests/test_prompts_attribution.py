@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from prompt_ids import some_ids
 
 from workbench.errors import BadData
 from workbench.models.decomposition import decompose
-from workbench.prompts import logit_attribution
+from workbench.prompts import logit_attribution, score_attribution
 
 
 def test_parts_of_a_logit_are_those_of_decompose(awake):
@@ -23,3 +24,23 @@ def test_parts_of_a_logit_are_those_of_decompose(awake):
         logit_attribution(model, ids, 9, 61)
     with pytest.raises(BadData, match="position 40"):
         logit_attribution(model, ids, 40, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_differences_that_cancel_are_no_change_by_a_hook(awake, dtype):
+    """Half precision rounds logits of alike tokens, and scores of nearly orthogonal vectors, by sizes that cancel in the result."""
+    model, ids = awake("transformer", dtype=dtype), some_ids()
+    with torch.no_grad():
+        model.unembed.weight[3] = model.unembed.weight[9] = 8 * model.unembed.weight[9]
+        model.unembed.weight[3, 0] += 1e-3
+    exact = awake("transformer", dtype=dtype)
+    exact.load_state_dict(model.state_dict())
+    exact = exact.double()
+    for at in (0, 5, 9):
+        parts = decompose(model, ids, to="logits", tokens=3, against=9, pos=at)
+        assert float(parts.parts.sum()) == pytest.approx(
+            logit_attribution(model, ids, at, 3, 9).totals["layer"], abs=1e-4
+        )
+        for head in range(model.config.n_heads):
+            score, right = (score_attribution(m, ids, 0, head, at, at) for m in (model, exact))
+            assert score.matrix.loc["embed", "embed"] == pytest.approx(right.score, abs=0.1)

@@ -268,8 +268,8 @@ def value_ablation(
     positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies.
     The first layer's own values are a function of the token, so their change under the token mean is exactly 0 up to
     rounding: a built-in check. Own values are replaced at their projection, and so in every layer that reads them (value
-    residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values in that layer only. Caution:
-    zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
+    residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values, in our models also where later
+    layers read these. Caution: zero also changes the scale of attention's output; read it beside the mean. Unit: nats.
     """
     for site in sites:
         means = _training_means(model, sample, data, batch, site, max(1, TABLE_TOKENS // sample.ids.shape[1]))

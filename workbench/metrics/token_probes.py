@@ -257,7 +257,7 @@ class TokenProbe(_Probe):
     Controls, on the first split: `shifted`, with the token up to 16 positions before as target, measures leakage within a
     document. `random_labels`, with a random token for every token, measures memorisation.
 
-    The fit starts at the unigram and is convex, so nothing but the splits is random. It stops within 0.5 % of the bits of
+    The fit starts at the unigram and is convex, so nothing but the splits is random. It stops within 1.5 % of the bits of
     scikit-learn's converged multinomial logistic regression on the same vectors and ridge (2 % at about one bit). Probes on
     vectors scaled by dimension give a weaker bound: 2.6 instead of 4.1 of 4.2 bits in a stream, at the best ridge.
 

@@ -385,16 +385,17 @@ def decompose(
             if to in ("final", "logits"):
                 raise BadData(f"`through` maps the parts of a stream, not those of {to}")
             whole = whole.to(through) @ through
+        rounded = whole.new_zeros(())
         if to in ("final", "logits"):
             end = anatomy.ending(read)
             stacked, whole = end.normed(stacked), end.normed(whole)
             if to == "logits":
-                stacked, whole = _logits(model, end, read, stacked, tokens, against)
+                stacked, whole, rounded = _logits(model, end, read, stacked, tokens, against)
                 labels += [BIAS] if len(stacked) > len(labels) else []
         least, size = torch.finfo(stacked.dtype).tiny, stacked.abs().sum(0)
         result, left = Decomposition(parts=stacked, labels=labels, whole=whole), (stacked.sum(0) - whole).abs()
         if to == "logits" or through is not None:
-            off = float(left.max() / size.max().clamp(min=least))
+            off = float(left.max() / torch.maximum(size, rounded).max().clamp(min=least))
         else:  # by channel: a massive one excuses nothing in the others
             off = float((left / size.clamp(min=least)).square().mean(-1).sqrt().max())
     if not off <= TOLERANCE[read.coarsest]:
@@ -405,8 +406,10 @@ def decompose(
     return result if read.batched else Decomposition(parts=stacked[:, 0], labels=labels, whole=whole[0])
 
 
-def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, against: Any) -> tuple[Tensor, Tensor]:
-    """Map the parts of the normed stream to (parts, whole) of the logits; `whole` are the run's, or the head's of a cache."""
+def _logits(
+    model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, against: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Map the parts of the normed stream to (parts, whole, size before `against`) of the logits: the run's, or the head's of a cache."""
     inputs, own, constant = read.cut("unembed.hook_in"), read.logits, end.constant
     own = None if own is None else read.at_positions(own.detach().to(read.wide))
     if tokens is None:
@@ -414,6 +417,7 @@ def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, a
             raise BadData("`against` needs the `tokens` whose logits it is compared with")
         parts = parts @ (end.gain[:, None] * end.head.T)
         whole = inputs @ end.head.T + (0.0 if end.bias is None else end.bias) if own is None else own
+        size = whole.abs()
     else:
         ids = []  # [], [batch, 1] or [batch, pos] from ids [], [batch] or [batch, pos], or from a text
         for given in (x for x in (tokens, against) if x is not None):
@@ -436,8 +440,9 @@ def _logits(model: Any, end: Ending, read: Reader, parts: Tensor, tokens: Any, a
         direction = of_tokens(end.head)
         parts = (parts * (end.gain * direction)).sum(-1)
         whole = (inputs * direction).sum(-1) + (0.0 if end.bias is None else of_tokens(end.bias))
+        size = whole.abs()
         if own is not None:
             each = [own.gather(-1, i.expand(own.shape[:2])[..., None])[..., 0] for i in ids]
-            whole = each[0] - each[1] if len(each) > 1 else each[0]
+            whole, size = each[0] - each[1] if len(each) > 1 else each[0], torch.stack(each).abs().amax(0)
         constant = None if constant is None else of_tokens(constant)
-    return parts if constant is None else torch.cat([parts, constant.expand(1, *parts.shape[1:])]), whole
+    return parts if constant is None else torch.cat([parts, constant.expand(1, *parts.shape[1:])]), whole, size

@@ -138,9 +138,8 @@ def _add(
         values = names[:: every(len(names), MAX_TICKS * (2 if abreast == 1 else 1))]
         update(title_text=title, type="category", showgrid=False, tickvals=values, tickfont_size=11, **where)
     figure.update_xaxes(tickangle=-90 if max(map(len, x)) > 3 else 0, showticklabels=ticks, **where)
-    figure.update_xaxes(
-        range=[-0.5, len(x) - 0.5], **where
-    )  # plotly's own leaves room beside cells that are words alone
+    # plotly's own range leaves room beside cells that are words alone
+    figure.update_xaxes(range=[-0.5, len(x) - 0.5], **where)
     figure.update_yaxes(range=[-0.5, len(y) - 0.5][:: 1 if grid.upward else -1], **where)
     if grid.square:
         across = next(figure.select_xaxes(**where)).plotly_name.replace("axis", "")

@@ -148,12 +148,14 @@ def score_attribution(
     places = weights.new_zeros(len(keys))
     if parts.slopes is not None:
         places = parts.slopes.new_tensor([[j, at[0], 1.0] for j in keys]) @ parts.slopes[head]
-    scores = scale * parts.whole["k"][0, 1:, 0] @ parts.whole["q"][0, 0, 0] + places
+    used_q, used_k = parts.whole["q"][0, 0, 0], parts.whole["k"][0, 1:, 0]
+    scores = scale * used_k @ used_q + places
+    size = scale * float(used_q.norm() * (weights.abs() @ used_k.norm(dim=-1)))  # before channels and keys cancel
     words = [f"“{token}” ({i})" for token, i in zip(prompt.strings(prompt.ids[0, at].tolist()), at, strict=True)]
     less = "the mean of the other visible keys" if against == "others" else f"that of {words[-1]}"
     subject = f"score of query {words[0]} and key {words[1]}" + ("" if against is None else f" minus {less}")
     return _checked(parts, layer, head, scale * q @ k.T, weights @ scores, weights @ places, subject,
-                    None if parts.cap is None else float(weights @ (parts.cap * (scores / parts.cap).tanh())))  # fmt: skip
+                    None if parts.cap is None else float(weights @ (parts.cap * (scores / parts.cap).tanh())), size)  # fmt: skip
 
 
 @torch.no_grad()
@@ -219,7 +221,7 @@ def sink_attribution(
     subject = f"score of the first token minus the mean of the other keys, {seen}"
     cells, scores, places, sizes = total
     heads = range(model.config.n_heads)
-    return [_checked(parts, layer, h, cells[h], scores[h], places[h], subject, size=float(sizes[h])) for h in heads]
+    return [_checked(parts, layer, h, cells[h], scores[h], places[h], subject, None, float(sizes[h])) for h in heads]
 
 
 def _check_layer(model: HookedModel, layer: int, by: str) -> None:
@@ -239,7 +241,7 @@ def _score_parts(
 
 def _checked(
     parts: ScoreParts, layer: int, head: int, cells: Tensor, score: Tensor, position: Tensor, subject: str,
-    capped: float | None = None, size: float = 0.0,
+    capped: float | None, size: float,
 ) -> ScoreAttribution:  # fmt: skip
     """Return a head's cells [part of the query, part of the key]; raises `WorkbenchError` if they miss the score."""
     result = ScoreAttribution(

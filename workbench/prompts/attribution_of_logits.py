@@ -75,6 +75,10 @@ def logit_attribution(
     logits, cache = cached_run(model, prompt.ids, names, slice(at, at + 1))
     row = logits[0, 0].double()
     logit = float(row[token] - (0.0 if against is None else row[against]))
+    if row[chosen].isinf().any():
+        raise BadData(
+            f"the logits of tokens {chosen} are {row[chosen].tolist()}: a token that the model rules out has no parts"
+        )
     rows: list[dict[str, Any]] = []
     for by in levels:
         parts = decompose(
@@ -89,7 +93,7 @@ def logit_attribution(
         totals={by: float(frame.loc[frame["level"] == by, "value"].sum()) for by in levels}, notes=notes,
     )  # fmt: skip
     size = float(frame.loc[frame["level"] == "layer", "value"].abs().sum())
-    if not found.error <= 2 * TOLERANCE[model.embed.weight.dtype] * max(size, abs(logit)):
+    if not found.error <= 2 * TOLERANCE[model.embed.weight.dtype] * max(size, *row[chosen].abs().tolist()):
         raise WorkbenchError(
             f"the parts sum to {found.totals['layer']:.6g}, the model computed {logit:.6g}: a hook changed it"
         )

@@ -20,7 +20,7 @@ from workbench.interventions.edits.base import Inputs
 from workbench.interventions.edits.kinds import Given, Patch, applied, as_edits
 from workbench.models.hooked import HookedModel, next_token_loss
 from workbench.models.transformer import Transformer
-from workbench.prompts.prompt import Prompt, PromptLike, log_probabilities, second_prompt, single_prompt
+from workbench.prompts.prompt import Prompt, PromptLike, divergence, log_probabilities, second_prompt, single_prompt
 from workbench.runs.run import Run
 
 Progress = Callable[[int, int], None]
@@ -82,8 +82,7 @@ def edit_effect(
         top_after=_likeliest(prompt, now, was, now, top),
         before=was.exp().float().numpy(),
         after=now.exp().float().numpy(),
-        # 0 * inf: a token that neither expects
-        divergence=float((was.exp() * (was - now)).masked_fill(was == -torch.inf, 0).sum().clamp_min(0)),
+        divergence=float(divergence(was, now)),
     )
 
 
@@ -202,8 +201,9 @@ def one_token(model: HookedModel, answer: int | str) -> int:
 
 
 def _answer(run: _Run, target: int) -> tuple[float, float]:
-    """Return the answer's logit minus the mean logit, and its probability."""
-    return float(run.last[target] - run.last.mean()), float(run.last.softmax(-1)[target])
+    """Return the answer's logit minus the mean logit of the tokens that no mask rules out, and its probability."""
+    p = run.last.softmax(-1)
+    return float(run.last[target] - run.last[p > 0].mean()), float(p[target])
 
 
 def _mean(losses: np.ndarray) -> float:

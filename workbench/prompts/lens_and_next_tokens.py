@@ -23,6 +23,7 @@ from workbench.prompts.prompt import (
     array,
     by_layer,
     chosen_positions,
+    divergence,
     log_probabilities,
     one_position,
     single_prompt,
@@ -106,21 +107,21 @@ def logit_lens(
     top_ids = np.zeros((n_rows, n_pos, top), np.int32)
     top_probability = np.zeros((n_rows, n_pos, top), np.float32)
     for chunk, output in outputs:
-        probabilities, unknown = output.exp(), following[chunk] == NONE
+        unknown = following[chunk] == NONE
         for layer in range(n_rows):
             log_p = read(layer, chunk)
             true = log_p.gather(-1, following[chunk].clamp(min=0)[:, None])
             readings = {
                 "probability": true[:, 0].exp().masked_fill(unknown, torch.nan),
                 "rank": (log_p > true).sum(-1).float().masked_fill(unknown, torch.nan),
-                "entropy": -torch.linalg.vecdot(log_p.exp(), log_p),
-                "kl": torch.linalg.vecdot(probabilities, output - log_p).clamp(min=0),
+                "entropy": torch.special.entr(log_p.exp()).sum(-1),
+                "kl": divergence(output, log_p),
             }
             for name, values in readings.items():
                 numbers[name][layer, chunk] = array(values)
             best = log_p.topk(top)
             top_ids[layer, chunk], top_probability[layer, chunk] = best.indices.cpu(), array(best.values.exp())
-        off = max(off, float((log_p - output).abs().max()))
+        off = max(off, float(torch.where(log_p == output, 0, log_p - output).abs().max()))
     if not off <= MAX_ERROR * (50 if model.embed.weight.dtype in (torch.float16, torch.bfloat16) else 1):
         raise WorkbenchError(
             f"the last stream's reading misses the output by {off:.1e} nats: a hook changed one of them"

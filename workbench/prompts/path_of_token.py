@@ -414,7 +414,8 @@ class _Run:
         found = self.readings[n].values[n]
         parts = [c * self.vectors[base] for base, c in made.items() if base in self.vectors]
         size = max([float(found.norm()), *(float(part.norm()) for part in parts)])
-        return float((found - sum(parts)).norm()) <= 10 * TOLERANCE[self.dtypes[n]] * size
+        rounding = TOLERANCE[self.dtypes[n]]
+        return float((found - sum(parts)).norm()) <= max(rounding, min(10 * rounding, 1e-2)) * size
 
     def rows(self, n: int, made: Sequence[Composition]) -> Iterator[dict[str, Any]]:
         """Rows of `ValueFlow.readers` of a layer."""

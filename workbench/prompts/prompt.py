@@ -199,6 +199,11 @@ def log_probabilities(model: Transformer, x: Tensor, normed: bool = False) -> It
         yield slice(start, start + len(part)), wide(logits).log_softmax(-1)
 
 
+def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) over the last axis in nats, >= 0; 0 from tokens that p rules out (-inf), as a mask of the head does."""
+    return (log_p.exp() * (log_p - log_q)).masked_fill(log_p == -torch.inf, 0).sum(-1).clamp(min=0)
+
+
 def array(x: Tensor) -> np.ndarray:
     """A float32 array."""
     return x.detach().float().cpu().numpy()

@@ -28,7 +28,7 @@ from workbench.file_io import digest, replacing
 from workbench.metrics.base import wide
 from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import HookedModel
-from workbench.prompts.prompt import streams
+from workbench.prompts.prompt import divergence, streams
 
 VERSION = 2  # of the files
 
@@ -226,8 +226,8 @@ def _losses(
             for name, reading in readings.items():
                 log_p = reading[:, :-1]
                 loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].mean(-1)
-                kl = (output[:, :-1].exp() * (output[:, :-1] - log_p)).sum(-1).mean(-1)
+                kl = divergence(output[:, :-1], log_p).mean(-1)
                 for i, pair in enumerate(zip(loss.tolist(), kl.tolist(), strict=True)):
-                    yield {"layer": layer, "lens": name, "document": i, "loss": pair[0], "kl": max(pair[1], 0.0)}
+                    yield {"layer": layer, "lens": name, "document": i, "loss": pair[0], "kl": pair[1]}
 
     return pd.DataFrame(rows())

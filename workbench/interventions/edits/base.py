@@ -293,7 +293,20 @@ def site_points(model: HookedModel, site: str, layer: int) -> list[str]:
         return branches(model).get(layer, [])
     if site == "stream":
         return [stream_hook(layer, model.config.n_layers)]
+    own = ACTIVATIONS["own_v"].hook.format(layer=layer)
+    if site == "v" and model.foreign is not None and own in model.hook_dict and _is_read_later(model, layer):
+        return [
+            own
+        ]  # what an observed attention reads is changed there alone, its projection in all layers that read it
     return [ACTIVATIONS[site].hook.format(layer=layer)]
+
+
+def _is_read_later(model: Any, layer: int) -> bool:
+    """Return whether an observed layer attends to its own values alone and later layers read them too."""
+    paths = [p for p in model.fitted_paths if p.into in ("value", "output")]
+    used = [(p.layer, 0 if source == "first" else source) for p in paths for source, c in p.coefficients.items() if c]
+    alone = all(source == "own" for n, source in used if n == layer)
+    return alone and any(n > layer and source == layer for n, source in used)
 
 
 def mean_over_positions(tensor: Tensor) -> Tensor:

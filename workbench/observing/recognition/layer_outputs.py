@@ -36,7 +36,7 @@ from workbench.observing.recognition.decoder_structure import (
     TensorLocation,
 )
 from workbench.observing.recognition.find_blocks import is_stream
-from workbench.observing.recognition.least_squares import EXACT, depth_weights, fit, fit_norm, weights_by_token
+from workbench.observing.recognition.least_squares import EXACT, SLACK, depth_weights, fit, fit_norm, weights_by_token
 from workbench.observing.recognition.module_runs import MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.traced_run import Trace, is_matrix
 
@@ -95,7 +95,7 @@ def _describe_change(layer: LayerStructure, first: Tensor) -> None:
         return
     if explained(heads, attention.z, attention.v, first):
         return
-    heads, z, slack = heads.double(), attention.z.double(), 10 * EXACT.get(attention.z.dtype, 1e-2)
+    heads, z, slack = heads.double(), attention.z.double(), SLACK.get(attention.z.dtype, 1e-2)
     share = (heads * z).sum(-1) / z.square().sum(-1).clamp_min(1e-300)
     if float((heads - share[..., None] * z).norm()) > slack * float(heads.norm()):
         normed = any(fit_norm(z.flatten(*axes), heads.flatten(*axes)) for axes in ((1, 2), (0, 1)))
@@ -113,15 +113,15 @@ def _describe_change(layer: LayerStructure, first: Tensor) -> None:
 
 def explained(heads: Tensor, z: Tensor, v: Tensor, first: Tensor) -> bool:
     """Return whether head outputs [row, head, d_head] are the attention's, plus at most a sum of its and the first layer's values."""
-    tolerance = EXACT.get(heads.dtype, 1e-2)
     if heads.shape != z.shape:
         return False
-    added = heads.double() - z.double()
-    if float(added.norm()) <= 10 * tolerance * float(heads.double().norm()):
+    added, most = heads.double() - z.double(), SLACK.get(heads.dtype, 1e-2) * float(heads.double().norm())
+    size = float(added.norm())
+    if size <= most:
         return True
     if v.shape != first.shape or v.shape[2] != z.shape[2]:
         return False
-    return fit(added, [x.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for x in (v, first)])[1] < 10 * tolerance
+    return fit(added, [x.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for x in (v, first)])[1] * size < most
 
 
 def _is_gated(heads: Tensor, z: Tensor) -> bool:

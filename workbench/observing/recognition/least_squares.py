@@ -13,6 +13,8 @@ from torch import Tensor
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest residual that rounding explains, by the type of the numbers."""
+SLACK = {torch.float64: 1e-9, torch.float32: 1e-4} | {t: EXACT[t] for t in (torch.bfloat16, torch.float16)}
+"""Largest share of head outputs that no addition or gate between the attention and W_O explains, by their type."""
 _NORM_STEPS = 40  # of alternating least squares; two to five are enough unless the norm's epsilon matters
 _MIN_ROWS = 4
 _NARROWED = 1e-6  # residual of a norm that computes in float32 inside a float64 model, as Llama's in transformers

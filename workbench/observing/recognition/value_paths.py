@@ -22,7 +22,7 @@ from torch import Tensor
 
 from workbench.observing.interception.tensor_paths import TensorPath
 from workbench.observing.recognition.decoder_structure import GATED, LayerStructure, Table
-from workbench.observing.recognition.least_squares import EXACT, StreamSum, fit, weights_by_token
+from workbench.observing.recognition.least_squares import EXACT, SLACK, StreamSum, fit, weights_by_token
 from workbench.observing.recognition.module_runs import LOOKUP, MATRIX, Execution, TracedTensor
 from workbench.observing.recognition.traced_run import Trace, is_matrix
 
@@ -219,12 +219,13 @@ def fit_value_paths(layers: Sequence[LayerStructure], tables: Mapping[str, Table
                 for head in ([None] if shared else range(len(weights_of)))
             ]  # fmt: skip
         elif (z := layer.rows.get("z")) is not None and z.shape == layer.attention.z.shape:
-            added = z.double() - layer.attention.z.double()
-            if float(added.norm()) > 10 * EXACT.get(z.dtype, 1e-2) * float(z.double().norm()):
+            added, most = z.double() - layer.attention.z.double(), SLACK.get(z.dtype, 1e-2) * float(z.double().norm())
+            if (size := float(added.norm())) > most:
                 here: dict[Source, Tensor] = {**({name: first} if i > start else {}), "own": v}
                 repeated = {k: s.repeat_interleave(z.shape[1] // v.shape[1], dim=1) for k, s in here.items()}
                 added_paths = _fit_simplest(i, "output", added.to(z.dtype), repeated, {}, {})
-                paths += [path for path in added_paths if path.coefficients]  # else `changed` describes W_O's input
+                # rounding is that of z; where there are no coefficients, `changed` describes W_O's input
+                paths += [replace(p, exact=p.exact or p.residual * size < most) for p in added_paths if p.coefficients]
     return paths
 
 
