@@ -198,7 +198,7 @@ def gather(
 ) -> Gathered:
     """Return the records and samples of a run at each planned step, and what could not be measured.
 
-    The stored tables of a shipped run are returned unchanged. `alone`: in a process of its own, with one thread.
+    The stored tables of a shipped run are returned unchanged. `alone`: in a new process, with one thread.
     """
     if alone:
         torch.set_num_threads(1)
@@ -326,7 +326,7 @@ def stored(
 ) -> tuple[Evidence, dict[str, str]]:  # fmt: skip
     """Return the evidence of runs without measuring, and why some runs have none.
 
-    Rows of a metric are read when a claim asks for them. `progress` is called with (done, total); the caches hold what was read before.
+    Rows of a metric are read when a claim asks for them. `progress` is called with (done, total); the caches hold earlier reads.
     """
     kept, written = record_cache or RecordCache(), telemetry_cache or TelemetryCache()
     rows, samples, problems = dict[str, dict[str, object]](), dict[str, pd.DataFrame](), dict[str, str]()

@@ -1,4 +1,4 @@
-"""Rank of each token by the cosine to a vector: token recovery without training."""
+"""Ranks of tokens by the cosine to a vector: token recovery without training."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class LensTools:
         return _stacked([block.attn.QK for block in self.blocks])
 
     def accumulated_bias(self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True) -> Tensor:
-        """[d_model], zeros: no projection of ours has a bias."""
+        """[d_model], zeros: our projections have no bias."""
         return self.embed.weight.new_zeros(self.config.d_model)
 
     def tl_parameters(self) -> dict[str, Tensor]:

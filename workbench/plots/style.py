@@ -385,7 +385,7 @@ def axis_title(unit: str, says: str, width: int = 46) -> str:
 
 
 def outer_titles(figure: go.Figure, panels: int, columns: int) -> None:
-    """Keep x titles on the bottom panel of each column only."""
+    """Keep x titles on the columns' bottom panels only."""
     for i in range(panels - columns):
         figure.update_xaxes(title_text="", row=i // columns + 1, col=i % columns + 1)
 

@@ -115,7 +115,7 @@ def find_ending(trace: Trace, head: End | None, made: Tensor | None, stream: Ten
 
 
 def _flattening(x: Tensor, y: Tensor) -> float:
-    """Return by how much the ratio y / x of the largest 1 % of entries differs from that of the smaller half, as under a soft cap.
+    """Return how far the ratio y / x differs between the largest 1 % of entries and the smaller half, as under a soft cap.
 
     Half precision hides it in each entry, but not in their mean.
     """
