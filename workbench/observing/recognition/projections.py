@@ -167,7 +167,7 @@ def own_beside_tables(
 ) -> Projection | None:
     """Find a block's own values if its values [row, head, d_head] are a sum of one of its products and a table's vectors.
 
-    Both have one coefficient, or one for each token and head. If a table explains the values alone, no coefficient is returned.
+    Both have one coefficient, or one for each token and head. If a table explains the values alone, the result is None.
     """
     tolerance, n = EXACT.get(target.dtype, 1e-2), target.flatten(1).shape[1]
     tables = [rows.view(target.shape) for rows in looked_up]
