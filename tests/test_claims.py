@@ -1,5 +1,6 @@
 """The registry of claims: what each must state, what is missing is explained, which runs are compared."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,10 @@ import pytest
 from planted import LAST, evidence, judged, per_layer, row, run, runs, with_losses, with_sinks
 
 from workbench.claims import CLAIMS, Evidence
+from workbench.claims.collect_evidence import BOOKKEEPING
+from workbench.claims.evidence import SETTING
 from workbench.claims.verdict import InsufficientEvidence, Verdict, corrected, decide, expected_by_chance, of_settings
+from workbench.config import ModelConfig, TrainConfig
 from workbench.models import ARCHITECTURES
 from workbench.statistics.intervals import Interval, over_seeds
 
@@ -205,3 +209,11 @@ def test_the_chance_of_a_decision_by_hand():
     assert decide({"a": parts["a"]}, -1) == ("refuted", pytest.approx(0.04))
     assert decide(parts, [1, -1]) == ("refuted", pytest.approx(0.04))
     assert decide(parts, 1, also={"c": Interval(0.5, -0.1, 1.1, 5, 0.2)}) == ("unresolved", pytest.approx(0.2))
+
+
+def test_every_setting_of_a_run_must_agree_or_is_named_as_bookkeeping():
+    """A new one is added to the settings that runs must share to be compared, or to those that change no loss."""
+    elsewhere = {"beta1", "beta2", "eps", "clip", "bf16"}  # all in `optimiser`
+    elsewhere |= {"lr_factors", "n_key_value_heads"}  # in the model's name, in `query_group`
+    settings = {field.name for config in (ModelConfig, TrainConfig) for field in dataclasses.fields(config)}
+    assert settings - set(SETTING) - set(BOOKKEEPING) - elsewhere == {"n_ctx"}
