@@ -129,7 +129,7 @@ def test_one_of_each_touches_one_or_two_files_and_is_known_everywhere(copy, tmp_
         costs[kind], before = len(touched(copy) - before), touched(copy)
 
     (product / "models" / "architectures" / "scaled.py").write_text(ARCHITECTURE)
-    append(product / "models" / "registry.py", ENTRY)
+    append(product / "models" / "architecture_names_and_colours.py", ENTRY)
     added("architecture")
     append(product / "metrics" / "values.py", METRIC)
     added("metric")

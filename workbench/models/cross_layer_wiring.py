@@ -1,6 +1,6 @@
 """The wiring of a model: the tensors of other layers that each layer shares or mixes, and its tensors that later layers read.
 
-`wire` asks the shortcuts once, when a model is built; the forward pass in `attention.py` follows the result. In a ResFormer,
+`wire` asks the shortcuts once, when a model is built; the forward pass in `attention_layer.py` follows the result. In a ResFormer,
 `projections["v"]` of layers n > 0 has `mixed` = (0,), so layer 0 stores V_1. In an SVFormer it has `shared_source` = 0.
 """
 

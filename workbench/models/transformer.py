@@ -4,7 +4,7 @@
     H_n = H' + W_down(silu(W_gate y) * (W_up y)),  y = RMSNorm(H');  logits = W_head RMSNorm(H_L)
 
 Source: the baseline of Zhou et al. (2024), Value Residual Learning; rotary positions in half-split form. No bias, no
-dropout, untied head. The attention itself is in `attention.py`; hook points without hooks cost nothing.
+dropout, untied head. The attention itself is in `attention_layer.py`; hook points without hooks cost nothing.
 Parameters: 2 vocab d + L (2 d^2 + 2 d D + 3 d f) + (2 L + 1) d, D = d_key_value.
 Cache: 2 L T D elements for T tokens.
 """
