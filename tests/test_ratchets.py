@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_198  # lines of Python in workbench/ and app/
+TOTAL = 59_196  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -25,7 +25,7 @@ LINES = {
     "workbench/claims": 4_034,
     "workbench/cli": 1_503,
     "workbench/data": 1_631,
-    "workbench/interventions": 2_522,
+    "workbench/interventions": 2_520,
     "workbench/jobs": 431,
     "workbench/kernels": 957,
     "workbench/measurement": 1_136,

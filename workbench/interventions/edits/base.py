@@ -295,9 +295,7 @@ def site_points(model: HookedModel, site: str, layer: int) -> list[str]:
         return [stream_hook(layer, model.config.n_layers)]
     own = ACTIVATIONS["own_v"].hook.format(layer=layer)
     if site == "v" and model.foreign is not None and own in model.hook_dict and _is_read_later(model, layer):
-        return [
-            own
-        ]  # what an observed attention reads is changed there alone, its projection in all layers that read it
+        return [own]  # the projection, which later layers read; what the attention reads reaches no other layer
     return [ACTIVATIONS[site].hook.format(layer=layer)]
 
 
