@@ -52,6 +52,28 @@ def test_of_an_import_nothing_says_how_many_tokens_a_step_reads(runs):
     assert all(math.isnan(facts[name]) for name in ("tokens", "batch", "lr", "warmup", "lr_final", "weight_decay"))
 
 
+def test_runs_of_two_devices_are_compared_in_float32_and_not_in_bfloat16(runs):
+    def groups_and_facts(bf16, *machines):
+        for name, machine in zip("ab", machines, strict=True):
+            path = runs / name / "run.json"
+            info = {k: v for k, v in json.loads(path.read_text()).items() if k != "machine"}
+            info |= {"train": info["train"] | {"bf16": bf16}} | ({"machine": machine} if machine else {})
+            path.write_text(json.dumps(info))
+        facts = [run_facts(Run.open(runs / name)) for name in "ab"]
+        return len(catalogue(runs).groups), *((f["device"], f["precision"]) for f in facts)
+
+    cpu, cuda, tf32 = (
+        {"device": device, "float32_matmul": precision}
+        for device, precision in (("cpu", "highest"), ("cuda", "highest"), ("cuda", "high"))
+    )
+    assert groups_and_facts(False, cpu, cuda) == (1, ("cpu", "float32"), ("cuda", "float32"))
+    assert groups_and_facts(False, None, cpu) == (1, ("unknown", "float32"), ("cpu", "float32"))
+    assert groups_and_facts(True, None, None) == (1, *[("unknown", "bfloat16 on unknown")] * 2)
+    assert groups_and_facts(True, cpu, cuda) == (2, ("cpu", "bfloat16 on cpu"), ("cuda", "bfloat16 on cuda"))
+    found = groups_and_facts(False, cuda, tf32)
+    assert found == (2, ("cuda", "float32"), ("cuda", "float32 products of high precision on cuda"))
+
+
 def test_a_recording_has_no_checkpoints_no_recipe_and_a_series_of_its_own(runs):
     (runs / "mine").mkdir()
     info = {

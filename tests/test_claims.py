@@ -41,7 +41,7 @@ def test_unequal_conditions_are_named():
     found = judged("lower_loss", made)
     assert found.status == "not_checkable"
     assert "differ in data and T" in found.sentence
-    for setting in ("query_group", "rope_theta", "rms_norm_eps", "init_std", "validation_sequences"):
+    for setting in ("query_group", "rope_theta", "rms_norm_eps", "init_std", "validation_sequences", "precision"):
         made = runs("transformer", **{setting: 4}) + runs("resformer", **{setting: 2})
         assert f"differ in {setting}." in judged("lower_loss", made).sentence
 

@@ -33,6 +33,11 @@ def test_a_short_budget_says_what_the_needed_one_costs():
     pace = [r | {"metric": "tokens_per_second", "value": 1e3, "unit": "tokens/s"} for r in told if r["step"] == 200]
     words = judged("lower_loss", made, (), [*told, *pace]).words
     assert words.endswith("10 are needed: 6 runs of 4 million tokens, about 6.7 hours of one core")
+    made, told = with_losses(LEVELS, seeds=3, tokens=3.6e5, device="cuda")
+    pace = [r | {"metric": "tokens_per_second", "value": 1e3, "unit": "tokens/s"} for r in told if r["step"] == 200]
+    assert judged("lower_loss", made, (), [*told, *pace]).words.endswith("10 are needed"), (
+        "the pace of a GPU is no core's"
+    )
 
 
 def test_a_loss_that_still_falls_is_not_tested():

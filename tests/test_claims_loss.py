@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from planted import LAST, coefficients, evidence, from_losses, judged, options, row, runs, with_losses
+from planted import LAST, coefficients, evidence, from_losses, judged, losses, options, row, run, runs, with_losses
 
 from workbench.claims.loss import _savings
 
@@ -173,6 +173,18 @@ def test_same_cost(slower, cache, status):
     assert (unsteady in found.sentence) == (isinstance(slower, list) and max(slower) > 3)
     longer = f"a step takes {sum(factor) / 3 - 1:+.1%} ["
     assert (longer in found.sentence) != (unsteady in found.sentence)
+
+
+def test_step_times_are_compared_on_one_device_and_losses_on_all():
+    """A GPU is ten times as fast, and its runs change nothing in the comparison on the CPU."""
+    made = runs("transformer", "resformer", device="cpu") + [run("transformer", s, device="cuda") for s in range(3, 6)]
+    rows = [row(of, "cache_bytes", 1024) for of in made]
+    pace = [row(of, "tokens_per_second", 1e4 if of["device"] == "cuda" else 1e3) for of in made]
+    assert "a step takes +0.0% [+0.0%, +0.0%] longer over 3 seeds" in judged("same_cost", made, rows, pace).sentence
+    apart = runs("transformer", "values_scaled", device="cpu") + runs("resformer", device="cuda")
+    assert "differ in device" in judged("same_cost", apart, [row(of, "cache_bytes", 1024) for of in apart]).sentence
+    levels = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.7}
+    assert judged("lower_loss", apart, (), losses(apart, lambda of: levels[of["model"]])).status == "supported"
 
 
 @pytest.mark.parametrize(("neutreno", "denseformer", "status"), [(2.73, 2.72, "supported"), (2.73, 2.65, "refuted")])

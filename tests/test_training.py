@@ -10,6 +10,7 @@ from training_runs import MODEL, PUBLISHED, RECIPE, start, telemetry, weights
 
 from workbench.data.data_sources import RepeatedData, prepare
 from workbench.errors import WorkbenchError
+from workbench.file_io import read_json, write_json
 from workbench.models import ARCHITECTURES, build
 from workbench.runs.run import Run
 from workbench.training.loop import checkpoint_steps, learning_rate, optimiser, train
@@ -118,6 +119,34 @@ def test_a_run_from_before_a_key_came_is_still_its_own(tmp_path):
     assert start(tmp_path).finished
     with pytest.raises(WorkbenchError, match="exists with another train"):
         start(tmp_path, recipe=RECIPE.replace(lr_factors={"blocks.0.*": 2}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            {"device": "cuda", "float32_matmul": "high"},
+            {"device": "cpu and cuda", "float32_matmul": "high and highest"},
+        ),
+        ({"device": "cpu", "float32_matmul": "highest"}, {"device": "cpu", "float32_matmul": "highest"}),
+        (None, None),  # an older run, whose first device is unknown
+    ],
+)
+def test_a_run_names_every_device_that_trained_it(tmp_path, before, after):
+    def stop(step, *_):
+        raise KeyboardInterrupt(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, "transformer", progress=stop)
+    info = read_json(tmp_path / "transformer" / "run.json")
+    assert info.pop("machine") == {"device": "cpu", "float32_matmul": "highest"}
+    write_json(tmp_path / "transformer" / "run.json", info | ({"machine": before} if before else {}))
+    run = start(tmp_path, "transformer")
+    assert Run.open(run.path).info.get("machine") == run.info.get("machine") == after
+    assert run.precision == (
+        "float32 products of high and highest precision on cpu and cuda" if "cuda" in run.device else "float32"
+    )
+    assert start(tmp_path, "transformer").finished
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
-from workbench.file_io import write_json
+from workbench.file_io import read_json, write_json
 from workbench.plots.training_and_gradient_figures import (
     at_step,
     curve_difference,
@@ -227,6 +227,17 @@ def test_recorded_quantities_have_a_panel_for_each_layer(recording):
 def test_tokens_are_refused_where_nobody_knows_them(recording):
     with pytest.raises(WorkbenchError, match="the tokens per step of mine are unknown"):
         training.seconds(recording, Link("training", {"set": "recorded", "x": "tokens"}))
+
+
+def test_speeds_of_two_devices_are_not_averaged(populated, tmp_path):
+    for seed, device in enumerate(("cpu", "cuda")):
+        path = (
+            dashboard.copied(populated / f"text-resformer-s{seed}", tmp_path / f"text-resformer-s{seed}") / "run.json"
+        )
+        write_json(path, read_json(path) | {"machine": {"device": device, "float32_matmul": "highest"}})
+    drawing = training.pace(Source(tmp_path), Link("training"))
+    assert drawing.figure.data[0].x == ("ResFormer · cpu", "ResFormer · cuda")
+    assert drawing.figure.data[0].y == (1000.0, 1001.0)
 
 
 # ---- thinning and differences ----

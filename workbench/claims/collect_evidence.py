@@ -37,7 +37,8 @@ BASELINE = "transformer"
 SERIES = 10  # checkpoints at most that show a course, spread evenly over those there are
 EXPENSIVE = {"token_probe": 24}  # documents at most, for what takes half a minute a checkpoint on 64
 AT_ONCE = 50  # runs whose losses are compared together
-UNKNOWN = ("batch", "lr", "lr_final", "warmup", "weight_decay", "validation_sequences")  # of imported checkpoints
+UNKNOWN = ("batch", "lr", "lr_final", "warmup", "weight_decay", "validation_sequences", "precision", "device")
+"""Facts of imported checkpoints that nothing states."""
 BOOKKEEPING = ("log_every", "validate_every", "save_every", "checkpoints")
 
 
@@ -136,7 +137,7 @@ def run_facts(run: Run, data: Any = None) -> dict[str, Any]:
         "bos": has_start_tokens(described),
         "task": "text" if kind in ("text", "tokens", "imported") else kind, "tokens": recipe.batch * recipe.T * recipe.steps,
         "optimiser": json.dumps([recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.bf16]),
-        "study": run.info.get("shipped", {}).get("study", ""),
+        "study": run.info.get("shipped", {}).get("study", ""), "precision": run.precision, "device": run.device,
     }  # fmt: skip
     if kind == "imported":  # nothing says how checkpoints were trained; its recipe is a placeholder
         row |= dict.fromkeys((*UNKNOWN, "tokens"), math.nan) | {"optimiser": "unknown"}

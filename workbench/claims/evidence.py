@@ -23,13 +23,13 @@ from workbench.statistics.loss_curves import at_equal_loss, common_loss
 GROUPS = 8  # of documents, whose spread is the error of an accumulated number
 RECIPE = (
     "data", "T", "batch", "steps", "n_layers", "d_model", "n_heads", "query_group", "d_mlp", "d_vocab", "rms_norm_eps",
-    "rope_theta", "init_std", "warmup", "lr_final", "weight_decay", "optimiser", "validation_sequences",
+    "rope_theta", "init_std", "warmup", "lr_final", "weight_decay", "optimiser", "validation_sequences", "precision",
 )  # fmt: skip
 SETTING = (*RECIPE, "lr")  # settings that must be equal in runs that are compared
 TELEMETRY = ("validation_loss", "train_loss", "copy_loss", "coefficient", "tokens_per_second")
 """Metrics in the telemetry of training."""
 RUN_COLUMNS = (
-    "run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options", "study",
+    "run", "model", "architecture", "seed", *SETTING, "tokens", "parameters", "bos", "task", "options", "study", "device",
 )  # fmt: skip
 MAX_BYTES = 50_000_000  # of rows that `ByMetric` keeps in memory, the last ones in any case
 
@@ -181,15 +181,15 @@ class Evidence:
         return next(name for name in choices if name in self.models)
 
     def comparable(
-        self, *wanted: str | Sequence[str], ignoring: Sequence[str] = (), control: str | None = None
-    ) -> Evidence:
+        self, *wanted: str | Sequence[str], ignoring: Sequence[str] = (), also: Sequence[str] = (), control: str | None = None
+    ) -> Evidence:  # fmt: skip
         """Return the runs of the setting with most seeds that has every wanted model; `Claim.judge` judges all such settings.
 
         Runs of one setting have equal data, length, size and recipe. Their learning rates are equal, or each is the best of its model
         in a sweep of other seeds. Seeds that chose a rate are not counted where `MIN_SEEDS` others have it alone. One name of each
-        tuple is enough; `ignoring` are settings that may differ. Among equal numbers of seeds, settings with the control come first,
-        then larger models, longer trainings, and a lower loss of the first model. Raises `InsufficientEvidence` for a missing model,
-        and for models that were never trained under equal conditions.
+        tuple is enough; `ignoring` are settings that may differ, `also` more columns that must be equal. Among equal
+        numbers of seeds, settings with the control come first, then larger models, longer trainings, and a lower loss of the first
+        model. Raises `InsufficientEvidence` for a missing model, and for models that were never trained under equal conditions.
         """
         groups = [(name,) if isinstance(name, str) else tuple(name) for name in wanted]
         names = [name for group in groups for name in group]
@@ -199,7 +199,7 @@ class Evidence:
             here = f"here {'is' if len(architectures) == 1 else 'are'} {listed(architectures)}"
             here = here if architectures else "here are no runs that can be used"
             raise InsufficientEvidence(f"Needs runs of {listed(absent)}; {here}.")
-        equal = [c for c in SETTING if c not in ignoring]
+        equal = [c for c in (*SETTING, *also) if c not in ignoring]
         parts = [rows for _, rows in self.runs.groupby(equal, dropna=False)]
         if "lr" in equal and len(self._tuned):
             by = [*(c for c in equal if c != "lr"), "chosen_on"]

@@ -32,7 +32,8 @@ def unmet_condition(evidence: Evidence, runs: pd.DataFrame) -> str:
         return f"unknown {' and '.join(unknown)}; `workbench import --config` states what is known of a log"
     if budget < TESTED:
         pace, cost = evidence.of_runs(runs).telemetry("tokens_per_second").groupby("run")["value"].median(), ""
-        if len(pace) == len(runs):  # all runs recorded their speed
+        cores = runs["device"].dropna().isin(["cpu", "unknown"]).all()
+        if len(pace) == len(runs) and cores:  # all runs recorded their speed
             tokens = TESTED * runs.set_index("run")["parameters"]
             hours = float((tokens / pace).sum()) / 3600
             cost = f": {len(runs)} runs of {tokens.max() / 1e6:.2g} million tokens, about {hours:.2g} hours of one core"

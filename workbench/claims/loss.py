@@ -290,7 +290,7 @@ def fewer_tokens(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def same_cost(evidence: Evidence) -> Verdict:
     """A value residual costs the same memory and compute as the vanilla Transformer."""
-    pair = evidence.measured().comparable("transformer", RESFORMERS)
+    pair = evidence.measured().comparable("transformer", RESFORMERS, also=("device",))
     model = pair.first_of(RESFORMERS)
     cache = pair.rows("cache_bytes")
     ratio = float(pair.by_seed(cache, model).mean() / pair.by_seed(cache, "transformer").mean())

@@ -73,7 +73,7 @@ class Claim:
             verdict, controlled, budget = self._judge(replace(evidence, settings=[], within=frozenset(rows["run"])))
             tokens = float(np.nan_to_num(budget, nan=-1.0))
             rank = (math.isfinite(verdict.p), verdict.status in ("gated", *DECIDED), controlled, tokens)
-            each.append((rank, rows[list(SETTING)], verdict))
+            each.append((rank, rows[[*SETTING, "device"]], verdict))
         each.sort(key=lambda one: one[0], reverse=True)  # equal ones stay in the order of `Evidence.comparable`
         tested = [one for one in each if math.isfinite(one[2].p)] or each[:1]
         others = each[len(tested) :]

@@ -27,7 +27,7 @@ from workbench.runs.table_cache import RecordCache, TelemetryCache
 from workbench.statistics.intervals import MIN_SEEDS, Interval, paired_seeds
 from workbench.storage.path_or_url import locate
 
-SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "versions", "observed", "log")
+SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "machine", "versions", "observed", "log")
 """Sections of a run's description that are compared; times, names and places are not."""
 TOP, NAMED = 4, 3  # singular directions, parameters in a message
 AXES = ["metric", "data", "T", "site", "part", "variant", "unit"]

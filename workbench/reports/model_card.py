@@ -82,7 +82,7 @@ def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
         "Losses": [losses_text(run, step)],
         "Evaluation": [evaluation(harness or run.path / HARNESS, asked=harness is not None)],
         "Use": [USE.format(name=name, run=run.name)],
-        "Where it comes from": [_settings(origin | dict(run.info.get("versions") or {}))],
+        "Where it comes from": [_settings(origin | dict(run.info.get("machine") or {}) | dict(run.info.get("versions") or {}))],
     }  # fmt: skip
     text = [f"---\n{data.to_yaml()}\n---\n", f"# {run.name}, step {step}", f"{known.label}: {known.summary}."]
     for title, parts in sections.items():

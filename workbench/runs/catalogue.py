@@ -271,6 +271,7 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
             tokens=int(known.get("tokens_per_step", 0)),
         )  # fmt: skip
     model, train, data = run.model, run.train, run.info["data"]
+    rounded = [run.precision] * ("machine" in run.info and run.precision != "float32")
     kind = str(data["kind"])
     tasks = {
         "repeated": "random tokens, written twice", "backcopy": "random tokens where some marks repeat the token before them",
@@ -279,7 +280,7 @@ def _entry(run: Run, stamp: tuple[int, ...]) -> Entry:
     task = tasks.get(kind) or f"text ({', '.join(map(str, data.get('domains', ())))})"
     return Entry(
         **common, series=run.architecture, kind=kind, steps=tuple(run.steps), last=train.steps,
-        group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data)[:4]}",
+        group=f"{kind}-{model.n_layers}x{model.d_model}-{digest(run.info['model'], run.info['train'], data, *rounded)[:4]}",
         title=f"{task}: {model.n_layers} layers of width {model.d_model}"
         + ("" if kind == "imported" and train.steps < 2 else f", {train.steps} step{'s' * (train.steps != 1)}"),
         n_layers=model.n_layers, n_heads=model.n_heads, n_ctx=model.n_ctx, tokens=0 if kind == "imported" else train.batch * train.T,
@@ -332,6 +333,7 @@ def differing_settings(groups: Mapping[str, Sequence[Entry]]) -> dict[str, str]:
         info = Run.open(runs[0].path).info
         parts = (info.get(what) or {} for what in ("data", "model", "train"))
         flat = {key: value for part in parts for key, value in part.items() if key not in STORED}
+        flat |= {"precision": Run.open(runs[0].path).precision} if info.get("train") else {}
         settings.setdefault(runs[0].kind, {})[group] = flat
 
     def unusual(own: dict[str, Any], alike: list[dict[str, Any]]) -> str:

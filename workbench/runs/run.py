@@ -142,6 +142,18 @@ class Run:
         return TrainConfig.of(self.info["train"])
 
     @property
+    def device(self) -> str:
+        """Type of the device that trained the run; "unknown" if nothing states it."""
+        return str(self.info.get("machine", {}).get("device", "unknown"))
+
+    @property
+    def precision(self) -> str:
+        """Precision of the training, with its device unless it is plain float32, which devices compute alike."""
+        matmul = self.info.get("machine", {}).get("float32_matmul", "highest")
+        rounded = ["bfloat16"] * self.train.bf16 + [f"float32 products of {matmul} precision"] * (matmul != "highest")
+        return f"{' and '.join(rounded)} on {self.device}" if rounded else "float32"
+
+    @property
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
         return complete_steps(self.path)

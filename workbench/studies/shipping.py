@@ -90,7 +90,7 @@ def ship(
         asked_git = [git, "rev-parse", "--short", "HEAD"]
         answer = subprocess.run(asked_git, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
         commit = answer.stdout.strip() or None
-    minutes = 0.0
+    minutes, devices = 0.0, sorted({run.device for run in opened})
     for run in opened:  # from the logged pace
         pace = run.telemetry("metric == 'tokens_per_second'").sort_values("step")
         steps = pace["step"].astype(float)
@@ -98,7 +98,8 @@ def ship(
         minutes += float((tokens / pace["value"]).sum() / 60)
     write_json(place / STUDY, {
         "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit,
-        "runs": len(opened), "training_minutes": round(minutes, 1), "machine": "CPU, one thread a run",
+        "runs": len(opened), "training_minutes": round(minutes, 1),
+        "machine": ", ".join(devices) if set(devices) - {"cpu", "unknown"} else "CPU, one thread a run",
         "not measured": problems, **written_now(),
     })  # fmt: skip
     return place

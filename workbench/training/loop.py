@@ -449,6 +449,13 @@ class _Loop:
                 if leftover.parent.name != "records":
                     leftover.unlink()
             self.telemetry.rewind(self.step)
+            now = {"device": self.accelerator.device.type, "float32_matmul": torch.get_float32_matmul_precision()}
+            before = self.run.info.get("machine", {})
+            if self.step:  # resumed, maybe elsewhere: a run of two devices equals no run of one
+                now = {k: " and ".join(sorted({*v.split(" and "), now[k]})) for k, v in before.items()}
+            if before != now:
+                self.run.info["machine"] = now
+                write_json(self.run.path / RUN_FILE, self.run.info)
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:

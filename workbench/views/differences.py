@@ -47,6 +47,7 @@ SETTINGS = {
     "train.save_every": "steps between checkpoints", "train.checkpoints": "checkpoints kept", "train.bf16": "bfloat16",
     "data.kind": "kind of data", "data.hash": "data (checksum)", "data.bos": "start token", "data.domains": "domains",
     "data.vocabulary": "symbols", "data.shortest": "shortest distance", "data.triggers": "triggers",
+    "machine.device": "device", "machine.float32_matmul": "precision of float32 products",
     "versions.python": "Python version", "versions.torch": "PyTorch version", "versions.workbench": "workbench version",
 }  # fmt: skip
 """Settings of a run in words; options are in the registry."""

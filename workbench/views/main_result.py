@@ -136,7 +136,7 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
         """The learning rate of an experiment, and a digest of everything else."""
         run = Run.open(runs[0].path)
         recipe = {k: v for k, v in asdict(run.train).items() if k != "lr"}
-        return run.train.lr, digest(run.info["model"], recipe, run.info["data"])
+        return run.train.lr, digest(run.info["model"], recipe, run.info["data"], run.precision)
 
     shape = group.rpartition("-")[0]  # kind, layers and width
     settings = {name: setting(runs) for name, runs in experiments.items() if name.rpartition("-")[0] == shape}

@@ -350,6 +350,10 @@ def learning_rate_schedule(source: Source, link: Link) -> Drawing:
 def pace(source: Source, link: Link) -> Drawing:
     """Tokens per second, the median over each run's steps."""
     rows = pd.concat(_rows(source, link, "tokens_per_second"), ignore_index=True)
+    entry = source.catalogue().entry
+    device = rows["run"].map({name: Run.open(entry(name).path).device for name in rows["run"].unique()})
+    if device.nunique() > 1:  # speeds of several devices have no mean
+        rows = rows.assign(architecture=rows["architecture"].astype(str) + plots.DETAIL + device)
     return Drawing(plots.pace_figure(rows), rows, "Depends on what else ran on the machine.")
 
 
