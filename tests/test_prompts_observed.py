@@ -14,9 +14,13 @@ from workbench.prompts import (
     attention_inputs,
     attention_map,
     attention_overview,
+    edit_sweep,
+    fit_tuned_lens,
+    logit_attribution,
     logit_lens,
     next_tokens,
     token_identity,
+    token_path,
     value_norms,
 )
 
@@ -103,3 +107,27 @@ def test_an_observed_model_whose_output_does_not_follow_its_last_stream_has_no_l
     monkeypatch.setattr(observed, "everywhere", lambda ids: fixed)
     with pytest.raises(BadData, match="reads its output from elsewhere"):
         logit_lens(observed, some_ids())
+
+
+@pytest.mark.parametrize("change", [-4, 4])
+def test_tokens_are_those_of_the_logits_where_the_head_has_other_rows_than_the_embedding(change):
+    ids = some_ids()
+    module, rows = strangers.large(strangers.GPT([(0.4, 0.6)] * 3)), 61 + change
+    module.lm_head = torch.nn.Linear(module.lm_head.in_features, rows, bias=False)
+    seen = ids % min(rows, 61)
+    observed = workbench.observe(module, seen, quiet=True)
+    assert observed.n_logits == rows
+    assert logit_attribution(observed, seen, -1, rows - 1).error < 1e-4
+    assert np.isfinite(token_path(observed, seen, 1, 0, 5, 3, rows - 1).head_logits)
+    assert len(next_tokens(observed, seen, top=10**6).top) == rows
+    assert logit_lens(observed, seen, top=10**6).top_ids.shape[-1] == rows
+    assert np.isfinite(fit_tuned_lens(observed, torch.randint(0, 57, (8, 9))).held_out["loss"]).all()
+    for ask in (lambda t: logit_attribution(observed, seen, -1, t), lambda t: token_path(observed, seen, 1, 0, 5, 3, t),
+                lambda t: edit_sweep(observed, seen, "remove", answer=t)):  # fmt: skip
+        with pytest.raises(BadData, match=rf"token id {rows} leaves the vocabulary of the logits, 0\.\.{rows - 1}"):
+            ask(rows)
+    if change < 0:
+        seen[0, 3] = rows
+        for read in (next_tokens, logit_lens, lambda model, ids: fit_tuned_lens(model, ids.repeat(4, 1))):
+            with pytest.raises(BadData, match=f"next tokens go up to {rows} and logits to {rows - 1}"):
+                read(observed, seen)

@@ -61,12 +61,12 @@ def logit_attribution_by_part(model: Any, sample: Any, data: Any, batch: int) ->
     """
     from workbench.models.decomposition import decompose, label_parts
 
-    head = model.unembed.weight.double()
+    gain, head = model.ln_final.weight.double(), model.unembed.weight.double()
     direction = head - head.mean(0)  # a logit minus the mean logit
     contributions = ByDocument()
     for ids in batches_of(model, sample, batch):
         parts = decompose(model, ids, to="final", by="value_path")
-        rows = direction[ids[:, 1:]] * model.ln_final.weight.double()
+        rows = direction[ids[:, 1:]] * gain
         sums: dict[tuple[str, int | None], Tensor] = {}
         for label, part in zip(parts.labels, parts.parts, strict=True):
             kind, layer, _, path = label_parts(label)

@@ -36,7 +36,7 @@ def cross_entropy_reference(
 
 def refuse_targets(targets: Tensor, width: int) -> None:
     """Raise `BadData` for token ids without a logit."""
-    if (last := int(targets.max())) >= width:
+    if targets.numel() and (last := int(targets.max())) >= width:
         cure = "ids without a logit have no loss; leave them out"
         raise BadData(f"next tokens go up to {last} and logits to {width - 1}: {cure}")
 

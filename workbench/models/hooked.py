@@ -102,6 +102,12 @@ def refuse_ids(ids: Tensor, d_vocab: int) -> None:
         raise BadData(f"token ids {low}..{high} leave the vocabulary 0..{d_vocab - 1}")
 
 
+def refuse_token(model: HookedModel, token: object) -> None:
+    """Raise `BadData` for anything but the id of a token with a logit."""
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.n_logits:
+        raise BadData(f"token id {token!r} leaves the vocabulary of the logits, 0..{model.n_logits - 1}")
+
+
 def slice_positions(tensor: Tensor, positions: Any, axis: int) -> Tensor:
     """Return the positions of a tensor that one of TransformerLens' slices selects."""
     from transformer_lens.utilities import Slice
@@ -185,6 +191,11 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
     @property
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
+
+    @property
+    def n_logits(self) -> int:
+        """Number of tokens with a logit, which in observed models may differ from the number of token ids."""
+        return self.config.d_vocab
 
     def stream_paths(
         self, layer: int, *, mid: bool = False, cache: Mapping[str, Tensor] | None = None

@@ -263,6 +263,10 @@ class Observed(HookedModel):
                 self._segments = before
 
     @property
+    def n_logits(self) -> int:
+        return self.structure.predicted or self.config.d_vocab
+
+    @property
     def ln_final(self) -> Any:
         """Refused: the final norm of an observed module may be no module; `decompose` applies it."""
         raise WorkbenchError(

@@ -13,7 +13,7 @@ import torch
 
 from workbench.errors import BadData, WorkbenchError
 from workbench.models.decomposition import TOLERANCE, By, anatomy_of, decompose, label_parts
-from workbench.models.hooked import HookedModel
+from workbench.models.hooked import HookedModel, refuse_token
 from workbench.prompts.prompt import PromptLike, cached_run, one_position, single_prompt
 
 LEVELS: tuple[By, ...] = ("layer", "head", "value_path")
@@ -60,8 +60,7 @@ def logit_attribution(
     at = one_position(prompt.ids.shape[1], position)
     chosen = [token] if against is None else [token, against]
     for i in chosen:
-        if isinstance(i, bool) or not isinstance(i, int) or i not in range(model.config.d_vocab):
-            raise BadData(f"token id {i!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
+        refuse_token(model, i)
     anatomy = anatomy_of(model)
     levels, names, notes = list[By](), list[str](), list[str]()
     for by in LEVELS:

@@ -18,7 +18,7 @@ from workbench.file_io import local
 from workbench.interventions.ablation import TokenMeans, token_means
 from workbench.interventions.edits.base import Inputs
 from workbench.interventions.edits.kinds import Given, Patch, applied, as_edits
-from workbench.models.hooked import HookedModel, next_token_loss
+from workbench.models.hooked import HookedModel, next_token_loss, refuse_token
 from workbench.models.transformer import Transformer
 from workbench.prompts.prompt import Prompt, PromptLike, divergence, log_probabilities, second_prompt, single_prompt
 from workbench.runs.run import Run
@@ -195,8 +195,7 @@ def one_token(model: HookedModel, answer: int | str) -> int:
     ids = model.to_tokens(answer, prepend_bos=False)[0].tolist() if isinstance(answer, str) else [answer]
     if len(ids) != 1:
         raise BadData(f"the answer {answer!r} has {len(ids)} tokens {ids}: give one token, as text or id")
-    if isinstance(ids[0], bool) or not isinstance(ids[0], int) or not 0 <= ids[0] < model.config.d_vocab:
-        raise BadData(f"the answer {answer!r} is no token id 0..{model.config.d_vocab - 1}")
+    refuse_token(model, ids[0])
     return ids[0]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.console import notebook_html
 from workbench.errors import BadData, WorkbenchError
+from workbench.kernels.cross_entropy import refuse_targets
 from workbench.metrics.base import wide
 from workbench.models import Transformer
 from workbench.models.hooked import HookedModel
@@ -92,7 +93,8 @@ def logit_lens(
     """
     prompt = single_prompt(model, prompt)
     ids, where = prompt.ids, chosen_positions(prompt.ids.shape[1], positions)
-    top = max(1, min(top, model.config.d_vocab))
+    refuse_targets(ids[:, 1:], model.n_logits)
+    top = max(1, min(top, model.n_logits))
     following = torch.cat([ids[0, 1:], ids.new_full((1,), NONE)])[where.start : where.stop]
     lens = load_tuned_lens(tuned, model) if isinstance(tuned, str | Path) else tuned
     if lens is not None:
@@ -199,6 +201,7 @@ def next_tokens(model: HookedModel, prompt: PromptLike, position: int = -1, top:
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise BadData(f"top={top!r}: how many of the likeliest tokens, at least 1")
     loss = np.full(T, np.nan, dtype=np.float32)
+    refuse_targets(ids[:, 1:], model.n_logits)
     probabilities = ids.new_zeros(0, dtype=torch.float32)
     outputs: Iterable[tuple[slice, Tensor]]
     if isinstance(model, Transformer):
@@ -213,7 +216,7 @@ def next_tokens(model: HookedModel, prompt: PromptLike, position: int = -1, top:
         targets = ids[0, where.start + 1 : where.stop + 1, None]
         mine = log_p[: len(targets)].gather(-1, targets)
         loss[where.start + 1 : where.start + 1 + len(targets)] = array(-mine[:, 0])
-    values, indices = probabilities.topk(min(top, model.config.d_vocab))
+    values, indices = probabilities.topk(min(top, model.n_logits))
     frame = pd.DataFrame({"rank": range(len(values)), "id": indices.tolist(), "probability": values.tolist()})
     frame.insert(2, "token", prompt.strings(indices.tolist()))
     return Predictions(position=at, tokens=prompt.tokens, top=frame, probability=array(probabilities), loss=loss)

@@ -28,7 +28,7 @@ from workbench.metrics.found_sinks import keys_in_sight
 from workbench.models.activation_cache import Cache
 from workbench.models.attention_layer import JointAttention
 from workbench.models.decomposition import TOLERANCE, Reader, anatomy_of, decompose, label_parts
-from workbench.models.hooked import HookedModel
+from workbench.models.hooked import HookedModel, refuse_token
 from workbench.models.patterns_and_gradients import RebuiltPatterns
 from workbench.observing.observed_model import Observed
 from workbench.observing.recognition.value_paths import NEGLIGIBLE
@@ -86,8 +86,7 @@ def token_path(
     score = score_attribution(model, prompt, layer, head, query, key, against=against)
     T, n_layers = prompt.ids.shape[1], model.config.n_layers
     query, key = query % T, key % T
-    if isinstance(token, bool) or token not in range(model.config.d_vocab):
-        raise BadData(f"token id {token!r} leaves the vocabulary 0..{model.config.d_vocab - 1}")
+    refuse_token(model, token)
     anatomy = anatomy_of(model)
     names = list(dict.fromkeys(anatomy.needed("value_path", n_layers, frozen=True)))
     _, cache = cached_run(model, prompt.ids, names, slice(query, query + 1))

@@ -25,6 +25,7 @@ from torch import Tensor
 from workbench.checkpoints.saving import weights_hash, write_tensors
 from workbench.errors import BadData, WorkbenchError
 from workbench.file_io import digest, replacing
+from workbench.kernels.cross_entropy import refuse_targets
 from workbench.metrics.base import wide
 from workbench.models.hook_points import has_hooks
 from workbench.models.hooked import HookedModel
@@ -131,6 +132,7 @@ def fit_tuned_lens(
             raise BadData(f"{count} document: the lens is fitted on some and measured on others, so give at least 2")
         ids, held_out = ids[: count - max(1, count // 4)], ids[count - max(1, count // 4) :]
     held_out = model.to_tokens(held_out)
+    refuse_targets(torch.cat([ids[:, 1:].flatten(), held_out[:, 1:].flatten()]), model.n_logits)
     if seen := set(map(tuple, ids.tolist())) & set(map(tuple, held_out.tolist())):
         raise BadData(
             f"{len(seen)} documents are held out and fitted: the losses would be those of the fit; give other documents"
@@ -153,7 +155,7 @@ def fit_tuned_lens(
         if progress is not None:
             progress(done, total)
     maps, shifts = moments.solve(ridge)
-    counts = torch.bincount(ids[:, 1:].flatten(), minlength=model.config.d_vocab) + 1.0  # of predicted tokens
+    counts = torch.bincount(ids[:, 1:].flatten(), minlength=model.n_logits) + 1.0  # of predicted tokens
     lens = replace(empty, maps=maps, shifts=shifts)
     rows = list[pd.DataFrame]()
     for some in held_out.split(batch):
