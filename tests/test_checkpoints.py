@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import workbench
 from workbench.checkpoints.paths import CONFIG, WEIGHTS
 from workbench.checkpoints.saving import save, weights_hash
-from workbench.errors import BadCheckpoint
+from workbench.errors import BadCheckpoint, UnknownName
 from workbench.models import ARCHITECTURES
 
 IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -82,6 +83,22 @@ def test_other_precisions_come_back_bit_by_bit_when_asked_for(tiny, tmp_path, dt
     loaded = workbench.load(tmp_path, dtype=dtype)
     assert torch.equal(loaded(IDS), model(IDS))
     assert workbench.load(tmp_path)(IDS).dtype == torch.float32
+
+
+def test_a_dtype_may_be_a_name_and_must_be_a_type_of_weights(tiny, tmp_path):
+    for asked in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        model = tiny("resformer", dtype=asked)
+        save(model, tmp_path)
+        assert (
+            model.dtype
+            == model.new_cache(dtype=asked).dtype
+            == workbench.load(tmp_path, dtype=asked).dtype
+            == torch.bfloat16
+        )
+    for wrong in (torch.int8, "bf", "auto", float, torch.float8_e5m2):
+        for take in (partial(workbench.load, tmp_path), partial(tiny, "resformer"), tiny("resformer").new_cache):
+            with pytest.raises(UnknownName, match="unknown dtype"):
+                take(dtype=wrong)
 
 
 def test_weights_hash_sees_every_difference(tiny):

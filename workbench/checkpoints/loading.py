@@ -23,6 +23,7 @@ from workbench.config import ModelConfig
 from workbench.environment import BUILDERS, variable
 from workbench.errors import BadCheckpoint, NotCovered, ObservedInstead
 from workbench.models import Transformer
+from workbench.models.options import dtype_option
 from workbench.observing.observed_model import Observed
 from workbench.storage.path_or_url import Location
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def load(
     path: str | Path | Location, *, architecture: str | None = None, step: str | int = "last",
-    config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype = None, key: str = "",
+    config: Mapping[str, Any] | ModelConfig | None = None, device: Device = None, dtype: Dtype | str = None, key: str = "",
     strip_prefix: str = "", **options: Any,
 ) -> HookedModel:  # fmt: skip
     """Load a model from a run or a checkpoint.
@@ -47,7 +48,7 @@ def load(
             `ArchitectureAssumed` is issued.
         config: Settings of the model that complete and override the settings in the files.
         device: Device of the weights; the CPU by default.
-        dtype: Type of the weights; float32 by default, also if the files hold another type.
+        dtype: Type of the weights, or its name; float32 by default, also if the files hold another type.
         key: Path of the weights in a PyTorch file, as `ema` or `nets.student`; the usual keys are tried unless given.
         strip_prefix: Prefix of the tensors to load, as `net.`, which is taken off; other tensors are left out.
         options: Options of the architecture.
@@ -59,14 +60,16 @@ def load(
     Raises:
         BadCheckpoint: The file is missing, damaged, contradictory or unsafe.
         NotCovered: No implementation computes this model.
+        UnknownName: No floating-point type of torch has the name `dtype`.
     """
+    weights = dtype_option(dtype)
     settings = dataclasses.asdict(config) if isinstance(config, ModelConfig) else dict(config or {})
     checkpoint = identify(path, step, key=key, strip_prefix=strip_prefix)
     given = Given(architecture, settings, options)
     if "observed" in checkpoint.description:
-        model: Any = _observed_step(checkpoint, given, device, dtype)
+        model: Any = _observed_step(checkpoint, given, device, weights)
     else:
-        model = open_state(read_merged(checkpoint), given, device, dtype)
+        model = open_state(read_merged(checkpoint), given, device, weights)
     if (run := checkpoint.run) is not None:
         try:
             model.source |= {"run": run.name, "step": checkpoint.step, "seed": int(checkpoint.description["seed"])}

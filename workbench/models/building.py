@@ -12,6 +12,7 @@ import torch
 from workbench.config import ModelConfig
 from workbench.errors import WorkbenchError, refuse_unknown
 from workbench.models.architecture_names_and_colours import ARCHITECTURES, architecture, options_of
+from workbench.models.options import dtype_option
 from workbench.models.shortcut import Projection, Shortcut, Source, overrides
 from workbench.models.transformer import Transformer
 
@@ -22,7 +23,7 @@ def build(
     *,
     seed: int = 0,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Transformer:
     """Build a randomly initialised model of an architecture.
@@ -34,20 +35,21 @@ def build(
         preset_or_config: A name of `PRESETS`, a `ModelConfig`, or a mapping with TransformerLens' keys.
         seed: Seed of the weights.
         device: Device of the weights, by default the CPU.
-        dtype: Type of the weights, by default float32.
+        dtype: Type of the weights, or its name; by default float32.
         options: The architecture's options, such as `lambda_v1`, `neutreno_lambda` or `dilation`.
 
     Returns:
         A `Transformer` in evaluation mode.
 
     Raises:
-        UnknownName: No architecture, preset, config key or option has this name.
+        UnknownName: No architecture, preset, config key, option or dtype has this name.
         WorkbenchError: An option is out of range, or two architectures cannot be combined.
     """
+    weights = dtype_option(dtype)
     model = compose(architecture, ModelConfig.of(preset_or_config), **options)
     model.initialise(seed)
     model.source = {"seed": seed, "step": 0}
-    return model.to(device=device, dtype=dtype)
+    return model.to(device=device, dtype=weights)
 
 
 def compose(name: str, config: ModelConfig, **options: Any) -> Transformer:

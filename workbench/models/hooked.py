@@ -38,6 +38,7 @@ from workbench.models.hook_points import (
     is_hooked,
     read_only,
 )
+from workbench.models.options import dtype_option
 from workbench.models.patterns_and_gradients import LossFn, NamesFilter, RebuiltPatterns, gradients_at
 from workbench.models.transformerlens_attributes import LensTools
 
@@ -353,13 +354,13 @@ class HookedModel(NamedHookPoints, LensTools, HookedModule, HookedRoot):
                 children = {name: child for name, child in module._modules.items() if child is not None}
                 module.__dict__.update(children)
 
-    def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | None = None) -> KeyValueCache:
+    def new_cache(self, batch: int = 1, *, reserve: int = 0, dtype: torch.dtype | str | None = None) -> KeyValueCache:
         """Return an empty key-value cache for `batch` sequences, with memory for `reserve` tokens, in `dtype`."""
         if not self.caches:
             raise WorkbenchError(f"{self.architecture} has no key-value cache: generate with use_cache=False")
         if batch < 1 or not 0 <= reserve <= self.config.n_ctx:
             raise BadData(f"batch={batch}, reserve={reserve}: a batch from 1, room for 0..{self.config.n_ctx} tokens")
-        return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype)
+        return KeyValueCache(self, batch, self.config.n_ctx, reserve=reserve, dtype=dtype_option(dtype))
 
     @property
     def decodes_with_cache(self) -> bool:

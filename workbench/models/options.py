@@ -6,9 +6,12 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from workbench.errors import WorkbenchError, refuse_unknown
+import torch
+
+from workbench.errors import UnknownName, WorkbenchError, refuse_unknown
 
 UNBOUNDED = 2**63
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def number_option(name: str, value: object, *, minimum: float = -math.inf) -> float:
@@ -32,6 +35,16 @@ def integer_option(name: str, value: object, allowed: Sequence[int], unit: str =
         near = min(max(int(number), first), last) if is_range else min(allowed, key=lambda n: abs(n - number))
         nearest = f"; nearest {near}"
     raise WorkbenchError(f"{name}={value!r}: must be {choices}{unit and f' ({unit})'}{nearest}")
+
+
+def dtype_option(dtype: object) -> torch.dtype | None:
+    """Return a type of weights by its name in torch, or itself; None stays None."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if (known := getattr(torch, name, None)) not in DTYPES:
+        raise UnknownName("dtype", name, [str(each).removeprefix("torch.") for each in DTYPES])
+    return known
 
 
 def choice_option(name: str, value: str, choices: Sequence[str]) -> str:
