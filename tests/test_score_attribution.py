@@ -282,6 +282,30 @@ CHANGED = {  # families whose softmax is not that of q . k over all earlier keys
 }  # fmt: skip
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_caps_are_seen_although_the_scores_and_logits_of_the_example_are_small(dtype):
+    """Only tokens from 40 on have a first channel, which alone makes large scores; the example has none of them."""
+    settings = {k: v for k, v in CHANGED["Gemma2"].items() if k not in ("eager", "sliding_window")}
+    module = hugging_face(
+        transformers.Gemma2ForCausalLM, transformers.Gemma2Config, **settings, final_logit_softcapping=30.0
+    )
+    module.set_attn_implementation("eager")
+    module.lm_head.weight = torch.nn.Parameter(0.01 * module.lm_head.weight)  # no longer the embedding
+    module.model.embed_tokens.weight[:, 0] = (torch.arange(61) >= 40).float()
+    for layer in module.model.layers:
+        layer.self_attn.q_proj.weight *= 0.01
+        layer.self_attn.q_proj.weight[:, 0] = layer.self_attn.k_proj.weight[:, 0] = 0.5
+    model = see(module.to(dtype), some_ids(11) % 40)
+    assert "a cap" in model.structure.layers[0].parts[0].attention.note
+    assert "a soft cap" in str(model.structure.ending)
+    name, ids = "blocks.0.attn.hook_attn_scores", 40 + some_ids(11) % 21
+    shown = float(model.run_with_cache(ids, [name])[1][name][0, 1, 9, 4])
+    result = score_attribution(model, ids, 0, 1, 9, 4)
+    assert result.capped == pytest.approx(shown, rel=1e-5 if dtype == torch.float32 else 2e-2)
+    assert 1.5 < shown < 2 < 2 * result.capped < result.score
+
+
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("family", CHANGED)
 @pytest.mark.parametrize("layer", [0, 1])  # of Gemma 2 and gpt-oss: behind the window, and all keys

@@ -82,6 +82,10 @@ class CallHandler(Protocol):
         """Note that a tensor was written in place."""
         return
 
+    def tanh(self, shape: torch.Size) -> None:
+        """Note a tanh of a tensor, which may be a soft cap of scores or logits."""
+        return
+
 
 @functools.cache
 def _kind(function: Any) -> str | None:
@@ -95,7 +99,7 @@ def _kind(function: Any) -> str | None:
         return "flex"
     if is_flash(function):
         return "flash"
-    if _WRITES.fullmatch(name):
+    if name == "tanh" or _WRITES.fullmatch(name):
         return "writing"
     return _KINDS.get(name) or ("other" if ATTENTION_LIKE.search(_full_name(function)) else None)
 
@@ -144,6 +148,8 @@ class InterceptionMode(TorchFunctionMode):
         if kind == "writing":
             out = func(*args, **kwargs)
             self.handler.wrote()
+            if _name(func) in ("tanh", "tanh_"):
+                self.handler.tanh(out.shape)
             return out
         if kind in ("lookup", "index"):
             out = func(*args, **kwargs)

@@ -86,6 +86,8 @@ def find_ending(trace: Trace, head: End | None, made: Tensor | None, stream: Ten
     weight = full_weight(trace.module.get_submodule(head[0].name))
     if (norm := fit_norm(stream, read)) is None:
         return NO_NORM
+    if any(time > head[0].end and shape[-1:] == logits.shape[1:] for time, shape in trace.tanhs):
+        return NOT_LINEAR  # a soft cap, which small logits do not show
     transposed = weight.shape != (logits.shape[1], read.shape[1])
     matrix = weight.T if transposed else weight
     if matrix.shape != (logits.shape[1], read.shape[1]):

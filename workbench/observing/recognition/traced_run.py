@@ -111,6 +111,7 @@ class Trace(CallHandler):
         self.calls: list[tuple[int, str, Frames]] = []  # time and kind of every call, and its frames
         self.shapes: dict[Place, tuple[int, ...]] = {}  # of every floating-point tensor
         self.output_axes: dict[TensorPath, Axes] = {}
+        self.tanhs: list[tuple[int, torch.Size]] = []  # time and shape of each tanh, which may be a soft cap
         self._runs: Counter[str] = Counter()
         self.other_calls: set[str] = set()
         self.in_place = False  # whether the module overwrites tensors that have passed
@@ -233,6 +234,10 @@ class Trace(CallHandler):
     def other(self, name: str) -> None:
         """Remember the name of a call that may be an attention."""
         self.other_calls.add(f"a call of {name} (a custom kernel)")
+
+    def tanh(self, shape: torch.Size) -> None:
+        """Remember the time of a tanh: small scores and logits do not show a soft cap."""
+        self.tanhs.append((self._tick(), shape))
 
     def matrix(self, call: MatrixCall) -> Any:
         """Run and record a product with a parameter."""
@@ -363,7 +368,10 @@ class Trace(CallHandler):
         heads = chosen_heads(at.heads(q), each.chosen)
         keys = chosen_heads(at.heads(k, every), each.chosen), at.heads(v, every)
         scores, pattern = (square(x, beside) for x in (softmax.scores, softmax.pattern))
-        scale = softmax.factor(scores, visible_keys(scores), heads, chosen_heads(at.heads(k, beside), each.chosen))
+        between = softmax.product[0], softmax.time or each.time
+        capped = any(between[0] < t < between[1] and shape.numel() >= scores.numel() for t, shape in self.tanhs)
+        own_keys = chosen_heads(at.heads(k, beside), each.chosen)
+        scale = None if capped else softmax.factor(scores, visible_keys(scores), heads, own_keys)
         z = at.heads(made)
         if each.is_combined:
             z = torch.einsum("bhij,bjhd->bihd", pattern.to(v.dtype), repeated(at.heads(v, beside), pattern.shape[1]))
