@@ -20,16 +20,17 @@ from workbench.data.corpus import Corpus, Document
 from workbench.data.data_sources import RepeatedData, TextData, open_data
 from workbench.data.tokenizer import train_tokenizer
 from workbench.errors import BadCheckpoint, WorkbenchError
+from workbench.file_io import read_json, write_json
 from workbench.measurement.measuring import measure
 from workbench.places import SHIPPED
 from workbench.runs.catalogue import catalogue
-from workbench.runs.records import load_records
+from workbench.runs.records import load_records, records, write_parquet
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.copying_and_sink_steps import sink_step
 from workbench.storage import packed
 from workbench.storage.mirror import address_of
 from workbench.storage.packed import unpacked
-from workbench.studies.shipping import ship
+from workbench.studies.shipping import _shipped, ship
 from workbench.studies.study_file import read_study
 from workbench.studies.study_runs import outcomes, plan, prepare_data, sizes, summary, work
 from workbench.training.loop import train
@@ -99,6 +100,25 @@ def test_shipped_runs_say_what_the_runs_said_and_hold_no_weights(trained, eviden
         summary(study, outcomes(study, plan(study, where), {})) for where in (root / "runs", evidence / "small")
     )
     pd.testing.assert_frame_equal(before, after, check_exact=False, rtol=1e-6)
+
+
+def test_every_run_ships_its_median_speed_wherever_it_was_logged(trained, tmp_path):
+    """Speeds are logged before multiples of 100 steps and whenever 2 s have passed, never at the steps of the losses."""
+    path = shutil.copytree(trained[0] / "runs" / "small-transformer-s0", tmp_path / "run")
+    info = read_json(path / "run.json")
+    write_json(path / "run.json", info | {"train": info["train"] | {"steps": 1000}})
+    rows = [{"step": s, "metric": "train_loss", "value": 3.0} for s in range(1000)]
+    rows += [{"step": s, "metric": "tokens_per_second", "value": v} for s, v in ((99, 7.0), (571, 9.0), (999, 50.0))]
+    shutil.rmtree(path / "telemetry")
+    write_parquet(records(rows), path / "telemetry" / "000000-001000.parquet")
+    _, tables = _shipped(Run.open(path), "small", ["loss"])
+    losses, speed = (
+        tables["telemetry"][tables["telemetry"]["metric"] == m] for m in ("train_loss", "tokens_per_second")
+    )
+    assert losses["step"].tolist() == list(range(0, 1000, 10))
+    assert (speed["step"].tolist(), speed["value"].tolist()) == ([999], [9.0])
+    write_parquet(records(rows[:1000]), path / "telemetry" / "000000-001000.parquet")
+    assert len(_shipped(Run.open(path), "small", ["loss"])[1]["telemetry"]) == 100, "a run may have logged none"
 
 
 @pytest.mark.slow

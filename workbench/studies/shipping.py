@@ -134,17 +134,24 @@ Shipped = tuple[dict[str, Any], dict[str, pd.DataFrame]]
 
 
 def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
-    """Description and tables of a run: losses per document at both ends, of long trainings at most 800 training losses."""
+    """Description and tables of a run: losses per document at both ends, of long trainings at most 800 training losses.
+
+    The speed ships as its median over the run, at the last step that has one: it is logged at any step, and readers take the median.
+    """
     info, steps, frame = read_json(run.path / RUN_FILE), run.steps, one_sample(load_records([run.path]))
     frame = frame[frame["metric"].isin(metrics)]
     samples = read_parquet(sorted((run.path / "records").glob("*.samples.parquet")), SAMPLE_COLUMNS)
     ends = samples[(samples["metric"] == "loss") & samples["step"].isin([steps[0], steps[-1]])]
     written = run.telemetry(f"metric in {WRITTEN}")
     every = COARSE * max(run.train.steps // 4_000, 1) if run.train.steps > MANY else 1
+    pace = written["metric"] == "tokens_per_second"
+    median, last = written.loc[pace, ["value", "step"]].agg({"value": "median", "step": "max"})
+    written = written.assign(value=written["value"].mask(pace, median))
     fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
+    kept = (~pace & (fine | (written["step"] % every == 0))) | (pace & (written["step"] == last))
     tables = {
         "records": frame, "samples": ends[ends["provenance"].isin(set(frame["provenance"]))],
-        "telemetry": written[fine | (written["step"] % every == 0)],
+        "telemetry": written[kept],
     }  # fmt: skip
     return info | {"shipped": {"study": study, "steps": steps}}, tables
 
