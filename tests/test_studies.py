@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -407,6 +408,12 @@ def test_each_model_takes_its_best_rate_from_a_study_of_other_seeds(tmp_path, mo
     assert found == {(model, int(width)): float(lr) for (model, width), (_, lr, _) in best.items()}
     assert (found["transformer", 600], found["resformer", 8]) == (1e-6, 1e-2)
     assert {job.seed for job in plan(study, runs)} == {0, 1, 2}
+    for given, needed in (("", r"several values of d_mlp, an axis that small lacks"), ("grid.model.d_mlp = [8]", None)):
+        one = read_study(
+            written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named.replace("grid.model.d_mlp = [8, 600]", given)))
+        )
+        with pytest.raises(WorkbenchError, match=needed) if needed else contextlib.nullcontext():
+            assert {sizes(job)[1].lr for job in plan(one, runs) if job.cell.model == "resformer"} == {1e-2}
     same = read_study(written(tmp_path, SMALL, ("seeds = [0, 1, 2]", named.replace("[0, 1, 2]", "[8, 9]"))))
     with pytest.raises(WorkbenchError, match=r"which has the same seeds \[9\]; give others"):
         plan(same, runs)

@@ -77,7 +77,11 @@ def _at_best_rates(study: Study, runs: Path) -> list[Cell]:
         )
     losses = outcomes(other, tried, {}).assign(rate=[Run.open(path).train.lr for path in places])
     axes = [axis for axis in study.axes if axis in other.axes]  # as sizes, each with rates of its own
-    means = losses.groupby(["model", *axes, "rate"])["validation_loss"].mean(skipna=False).dropna()
+    cells = losses.groupby(["model", *axes, "rate"])
+    if pooled := [axis for axis in other.axes if axis not in axes and (cells[axis].nunique() > 1).any()]:
+        why = f"at several values of {pooled[0]}, an axis that {study.name} lacks; add the axis, also with one value"
+        raise WorkbenchError(f"{study.name} takes its rates from {other.name}, which tried each rate {why}")
+    means = cells["validation_loss"].mean(skipna=False).dropna()
     best = {tuple(key): float(rate) for *key, rate in means.groupby(["model", *axes]).idxmin()}
     keys = [(cell.model, *(value_text(cell.point[axis]) for axis in axes)) for cell in study.cells]
     if untried := [" ".join(key) for key in keys if key not in best]:
