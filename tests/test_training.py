@@ -73,7 +73,9 @@ def test_coefficients_decay_where_asked_for(architecture, option, coefficients):
 def test_the_first_step_is_adamw_by_hand(tmp_path):
     """One clipped step on all tokens' mean loss, against torch's own AdamW."""
     recipe = RECIPE.replace(steps=1, warmup=0, clip=0.05)
-    run = start(tmp_path, "transformer", recipe=recipe, seed=3)
+    told = []
+    run = start(tmp_path, "transformer", recipe=recipe, seed=3, progress=lambda _, loss, __: told.append(loss))
+    assert run.telemetry("metric == 'train_loss'")["value"].tolist() == told, "bit by bit"
     model = build("transformer", MODEL, seed=3).train()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     gains = [p for p in model.parameters() if p.ndim == 1]

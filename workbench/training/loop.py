@@ -331,15 +331,16 @@ class _Loop:
         if self.main and (step % config.validate_every == 0):
             self._validate()
         per_token = self.model(tokens, return_type="loss", loss_per_token=True)
-        loss = per_token.mean()
+        loss = mean = per_token.mean()
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         total = torch.nn.utils.get_total_norm(gradients.values())
         if self.accelerator.num_processes > 1:  # of all sequences: the processes have unequal numbers of copied tokens
             per_token, tokens = self.accelerator.gather((per_token.detach(), tokens))
+            mean = per_token.mean()
         if self.main:
-            for metric, value in {"train_loss": per_token.mean(), **self.data.readings(per_token, tokens)}.items():
+            for metric, value in {"train_loss": mean, **self.data.readings(per_token, tokens)}.items():
                 self.telemetry.add(step, metric, value, unit="nats")
             if step % config.log_every == 0:
                 self.telemetry.add(step, "learning_rate", learning_rate(step, config))
