@@ -378,6 +378,9 @@ def server(shown):
         yield url
 
 
+STORED_BY_PAGES = "cookies,local_storage,indexeddb,cache_storage,service_workers"
+
+
 @pytest.fixture(scope="session")
 def visitor(browser):
     """One person's browser."""
@@ -390,9 +393,10 @@ def visitor(browser):
 def new_page(browser, visitor):
     """`new_page(scheme, width, height)`: a page until the test ends, of the one visitor, or with `more` of another person's browser.
 
-    The visitor's last page stays open, empty, and with it the process that has compiled the front end, for the next test.
+    The visitor's last page stays open, empty, and with it the process that has compiled the front end, for the next test. Nothing that
+    the pages stored stays.
     """
-    others = []
+    others, origins = [], set()
 
     def make(scheme="light", width=1280, height=900, **more):
         if more:
@@ -400,6 +404,7 @@ def new_page(browser, visitor):
         page = (others[-1] if more else visitor).new_page()
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(color_scheme=scheme)
+        page.on("framenavigated", lambda frame: origins.add("/".join(frame.url.split("/")[:3])))
         return page
 
     yield make
@@ -409,6 +414,10 @@ def new_page(browser, visitor):
         page.close()
     for page in visitor.pages:
         page.goto("about:blank")
+        session = visitor.new_cdp_session(page)
+        for origin in sorted(origin for origin in origins if origin.startswith("http")):
+            session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": STORED_BY_PAGES})
+        session.detach()
 
 
 @pytest.fixture

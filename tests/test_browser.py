@@ -208,6 +208,16 @@ def test_long_work_shows_progress_and_can_be_cancelled(opened, server):
     panel.get_by_text("Drawing every checkpoint: cancelled").wait_for()
 
 
+@pytest.mark.parametrize("visit", ["first", "second"])
+def test_a_test_finds_nothing_that_another_stored_in_the_browser(new_page, server, visit):
+    page = new_page()
+    page.goto(f"{server}/_stcore/health")
+    stored = "[localStorage.length, sessionStorage.length, document.cookie.includes('theme')]"
+    assert page.evaluate(stored) == [0, 0, False], visit
+    page.evaluate("localStorage.kept = sessionStorage.kept = 'a view'; document.cookie = 'theme=dark'")
+    assert page.evaluate(stored) == [1, 1, True]
+
+
 def test_what_got_into_a_page_could_load_and_tell_nothing_elsewhere(new_page, server):
     page = new_page()
     page.goto(f"{server}/?show=here")
