@@ -110,6 +110,30 @@ def test_training_takes_what_was_foretold(shape, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_the_smallest_training_takes_what_its_code_takes(tmp_path):
+    """Its tensors are 0.1 MiB: the rest of the growth is code that the first step and the first file load."""
+    shape = ModelConfig(n_layers=1, d_model=16, n_heads=1, d_mlp=16, d_vocab=32, n_ctx=32), 1, 8
+    given = [f"--model={key}={value}" for key, value in asdict(shape[0]).items()]
+    asked = [
+        sys.executable,
+        "-m",
+        "workbench",
+        "estimate",
+        "resformer",
+        *given,
+        "--recipe=batch=1",
+        "--recipe=T=8",
+        "--json",
+    ]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=560, check=True)
+    told, (before, peak) = pd.DataFrame(json.loads(done.stdout)), real("training", "resformer", shape, tmp_path)
+    whole, above = ratios(told, before, peak)
+    assert 0.9 < whole < 1.1
+    assert 1 / 1.5 < above < 1.5, "it was 0.01 without the code"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_measuring_takes_what_was_foretold(tmp_path):
     model, batch, T = SHAPES["batch"]
     told = foretold(model, METRICS, n=8 * batch, T=T, batch=4 * batch)
