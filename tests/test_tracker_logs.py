@@ -157,7 +157,7 @@ def test_runs_of_one_setting_that_differ_in_a_hyperparameter_are_pointed_out(tmp
     for run, rate in {"a": "0.001", "b": "0.0003", "c": "0.001"}.items():
         folder = tmp_path / "mlruns" / "1" / run
         written(folder / "meta.yaml", f"run_id: {run}\nexperiment_id: '1'\n")
-        written(folder / "metrics" / "loss", f"17 4.{ord(run)} 0\n")
+        written(folder / "metrics" / "loss", f"17 4.{ord(run)} 1\n")
         for name, value in {"lr": rate, "seed": run, "output_dir": run, "width": "64"}.items():
             written(folder / "params" / name, value)
     notes = import_logs([tmp_path / "mlruns"], tmp_path / "runs", name="m").notes
@@ -172,7 +172,11 @@ def test_runs_of_one_setting_that_differ_in_a_hyperparameter_are_pointed_out(tmp
         }
         records = [Record(run={"run_id": run, "run_group": "base", "config": config})]
         records.append(
-            Record(history={"item": [{"key": "loss", "value_json": f"{ord(run)}"}, {"key": "step", "value_json": "1"}]})
+            Record(
+                history={
+                    "item": [{"key": "loss", "value_json": f"{ord(run) / 32}"}, {"key": "step", "value_json": "1"}]
+                }
+            )
         )
         wandb_file(tmp_path / "wandb" / f"run-20260101_000000-{run}" / f"run-{run}.wandb", records)
     notes = import_logs([tmp_path / "wandb"], tmp_path / "runs", name="w").notes
@@ -263,10 +267,10 @@ def test_nan_in_place_of_an_empty_cell_is_no_number_and_nan_of_a_broken_run_is(t
 
 
 def test_a_training_loss_summed_over_micro_batches_is_pointed_out(tmp_path):
-    for factor, told in ((8.1, True), (1.2, False)):
+    for factor, told in ((4.1, True), (1.2, False)):
         rows = "".join(f"{step},{factor * (3 - step / 10)},{3 - step / 10}\n" for step in range(5))
         _, numbers = curves(written(tmp_path / "a.csv", "step,train_loss,val_loss\n" + rows))
-        assert any("train_loss is about 8.1 times validation_loss" in note for note in numbers.notes) == told
+        assert any("train_loss is about 4.1 times validation_loss" in note for note in numbers.notes) == told
 
 
 def test_json_lines_have_one_counter_of_steps(tmp_path):
@@ -275,3 +279,89 @@ def test_json_lines_have_one_counter_of_steps(tmp_path):
     rows += [{"_step": 4, "system": 1.0}, {"_step": 5, "trainer/global_step": 300, "train/loss": 0.5}]
     file = written(tmp_path / "history.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
     assert one(file) == {"train_loss": {0: 3.0, 100: 2.0, 200: 1.0, 300: 0.5}}
+
+
+def mlflow_run(folder, metrics, tags=()):
+    """Write a run of MLflow with lines (time, value, step) for each metric."""
+    written(folder / "meta.yaml", f"run_id: {folder.name}\nexperiment_id: '1'\n")
+    for name, rows in metrics.items():
+        written(folder / "metrics" / name, "".join(f"{time} {value} {step}\n" for time, value, step in rows))
+    for name, text in tags:
+        written(folder / "tags" / name, text)
+
+
+def test_a_parent_of_mlflow_is_the_setting_of_its_child_runs_and_no_run(tmp_path):
+    experiment, parent = tmp_path / "mlruns" / "1", [("mlflow.parentRunId", "search")]
+    mlflow_run(experiment / "search", {"val_loss": [(99, 2.0, 30)]})
+    for run, loss in {"a": 2.0, "b": 3.0}.items():
+        mlflow_run(experiment / run, {"val_loss": [(50, loss, 10), (60, loss - 1, 20)]}, parent)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
+        store.execute("CREATE TABLE experiments (experiment_id INTEGER, name TEXT)")
+        store.execute("CREATE TABLE runs (run_uuid TEXT, name TEXT, experiment_id INTEGER, lifecycle_stage TEXT)")
+        store.execute("CREATE TABLE tags (key TEXT, value TEXT, run_uuid TEXT)")
+        store.execute("CREATE TABLE metrics (key TEXT, value REAL, timestamp INT, run_uuid TEXT, step INT, is_nan INT)")
+        store.execute("INSERT INTO experiments VALUES (1, '1')")
+        store.executemany("INSERT INTO runs VALUES (?, NULL, 1, 'active')", [("search",), ("a",), ("b",)])
+        store.executemany("INSERT INTO tags VALUES ('mlflow.parentRunId', 'search', ?)", [("a",), ("b",)])
+        rows = [(2.0, 99, "search", 30), (2.0, 50, "a", 10), (1.0, 60, "a", 20), (3.0, 50, "b", 10), (2.0, 60, "b", 20)]
+        store.executemany("INSERT INTO metrics VALUES ('val_loss', ?, ?, ?, ?, 0)", rows)
+    for place in ("mlruns", "mlflow.db"):
+        result = import_logs([tmp_path / place], tmp_path / "runs", name=f"of-{place}")
+        values = {r.info["log"]["name"]: (r.architecture, r.telemetry()["value"].tolist()) for r in result.runs}
+        assert values == {"a": ("1/search", [2.0, 1.0]), "b": ("1/search", [3.0, 2.0])}
+        assert any("search has child runs" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([(2000, 2.2, 0)], "has step 0 when train_loss has step 40"),  # no step was given
+        ([(1000 + s, 3.0, s * 524_288) for s in range(0, 50, 10)], "has step 5,242,880 when train_loss has step 0"),
+        ([(1000 + 5 * s, 3.0, s) for s in (2, 4, 6)], None),  # within two logging intervals
+    ],
+)
+def test_steps_of_one_time_that_differ_between_quantities_are_no_steps(tmp_path, rows, why):
+    run = tmp_path / "mlruns" / "1" / "a"
+    mlflow_run(run, {"loss": [(1000 + s, 3 - s / 100, s) for s in range(0, 50, 10)], "val_loss": rows})
+    result = import_logs([tmp_path / "mlruns"], tmp_path / "runs", name="m")
+    assert ("validation_loss" in set(result.runs[0].telemetry()["metric"])) == (why is None)
+    assert why is None or any(why in note for note in result.notes)
+
+
+def test_epochs_that_are_not_consecutive_are_told_from_steps_by_their_time(tmp_path):
+    values = [("loss", 3.0, s, 1000 + s) for s in range(0, 500, 10)]
+    with event_file(tmp_path / "tb", []) as writer:
+        for tag, value, step, time in [*values, *(("val_loss", 2.0, epoch, 1000 + 50 * epoch) for epoch in (1, 3, 5))]:
+            writer.add_scalar(tag, value, step, walltime=time)
+    assert imported(tmp_path / "tb", tmp_path) == {"tb": {"train_loss": dict.fromkeys(range(0, 500, 10), 3.0)}}
+
+
+def test_numbers_without_a_step_and_the_mean_of_a_training_are_no_curve(tmp_path):
+    event_file(tmp_path / "tb", [("val/loss", 2.5, 0)]).close()
+    with pytest.raises(BadData, match="the run has step 0 only"):
+        imported(tmp_path / "tb", tmp_path)
+    mlflow_run(tmp_path / "mlruns" / "1" / "a", {"train_loss": [(9, 2.5, 300)], "train_runtime": [(9, 60.0, 300)]})
+    with pytest.raises(BadData, match="is the mean over the training"):
+        imported(tmp_path / "mlruns", tmp_path)
+
+
+def test_a_restart_voids_the_numbers_of_its_own_folder(tmp_path):
+    event_file(tmp_path / "tb" / "train", [("loss", 3.0, step) for step in range(0, 60, 10)]).close()
+    event_file(tmp_path / "tb" / "val", [("loss", 4.0, 50)]).close()
+    event_file(tmp_path / "tb" / "train", [("loss", 1.0, 45)], purge_step=30, filename_suffix=".b").close()
+    expected = {"train_loss": {0: 3.0, 10: 3.0, 20: 3.0, 45: 1.0}, "validation_loss": {50: 4.0}}
+    assert imported(tmp_path / "tb", tmp_path) == {"tb": expected}
+
+
+@pytest.mark.parametrize("final", [[], [{"step": 40, "eval_loss": 9.0}]])
+def test_an_evaluation_after_the_end_of_the_training_is_no_loss_of_its_last_step(tmp_path, final):
+    rows = [{"step": step, "eval_loss": 3 - step / 100} for step in (10, 20, 30)] + final
+    summary = {"step": 40, "train_runtime": 9.0, "train_loss": 2.8}
+    last = {"step": 40, "eval_loss": 2.7}  # of the best checkpoint, of step 30
+    expected = {10: 2.9, 20: 2.8, 30: 2.7} | {row["step"]: row["eval_loss"] for row in final}
+    state = written(tmp_path / "trainer_state.json", json.dumps({"log_history": [*rows, summary, last]}))
+    assert one(state) == {"validation_loss": expected}
+    names = {"step": "train/global_step", "eval_loss": "eval/loss", "train_runtime": "train/train_runtime"}
+    lines = [{names.get(name, name): value for name, value in row.items()} for row in [*rows, summary, last]]
+    export = written(tmp_path / "history.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert one(export)["validation_loss"] == expected

@@ -369,6 +369,74 @@ def test_many_logs_have_one_note_for_their_form(tmp_path, monkeypatch):
     assert notes[3] == "and 2 more notes of this kind"
 
 
+def test_two_spellings_of_a_name_are_two_quantities(tmp_path):
+    rows = "".join(f"{step},{3 - step / 100},\n{step + 5},,4\n" for step in (0, 10))
+    assert one(written(tmp_path / "a.csv", "step,train/loss,train_loss\n" + rows)) == {"train_loss": {0: 3.0, 10: 2.9}}
+
+
+def test_a_split_before_a_dash_is_no_run(tmp_path):
+    run = one(written(tmp_path / "a.csv", "step,train - loss,Val - loss\n1,3,4\n2,2,3\n"))
+    assert run == {"train_loss": {1: 3.0, 2: 2.0}, "validation_loss": {1: 4.0, 2: 3.0}}
+
+
+@pytest.mark.parametrize("word", ["test", "dev"])
+def test_a_loss_of_a_test_set_is_no_training_loss(tmp_path, word):
+    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 9.0, "type": word}]
+    path = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert one(path) == {"train_loss": {1: 3.0}}
+    runs, numbers = curves(written(tmp_path / f"{word}.csv", "step,loss\n1,3\n2,2\n"))
+    assert not runs
+    assert any("name it train_loss or val_loss" in why for why in numbers.skipped)
+
+
+def test_losses_in_bits_and_sums_are_left_out(tmp_path):
+    for base, read in ((2, []), (math.e, [{"validation_loss": {10: 3.9, 20: 3.8}}])):
+        rows = [f"step {step} val_loss {4 - step / 100} val_ppl {base ** (4 - step / 100):.3f}\n" for step in (10, 20)]
+        runs, numbers = curves(written(tmp_path / "a.log", "".join(rows)))
+        assert [run for run in runs if run] == read
+        assert any("is in bits" in why for why in numbers.skipped) == (base == 2)
+    runs, numbers = curves(written(tmp_path / "a.csv", "step,loss,val_loss\n1,4096,3\n2,3276,2.9\n"))
+    assert runs == [{"validation_loss": {1: 3.0, 2: 2.9}}]
+    assert any("train_loss is above 15 nats" in why for why in numbers.skipped)
+
+
+def test_tokens_and_micro_batches_are_no_steps(tmp_path):
+    rows = "".join(f"{524_288 * i},{3 - i / 10}\n" for i in range(4))
+    with pytest.raises(BadData, match="multiples of 524,288, so they may count tokens"):
+        curves(written(tmp_path / "a.csv", "step,loss\n" + rows))
+    assert one(written(tmp_path / "b.csv", "step,loss\n10000,3\n20000,2\n30000,1\n"))["train_loss"][30000] == 1.0
+    with pytest.raises(BadData, match="iter counts micro-batches"):
+        curves(written(tmp_path / "c.csv", "iter,micro_step,loss\n0,0,3\n1,1,2\n"))
+    runs, numbers = curves(written(tmp_path / "c.log", "iter 0 micro_step 0 loss 3\niter 1 micro_step 1 loss 2\n"))
+    assert (runs, numbers.skipped) == ([], {"iter counts micro-batches; add the step": 2})
+    rows = [{"_step": i, "train_step": 10 * i, "train/loss": 3.0} for i in range(3)]
+    path = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert one(path) == {"train_loss": {0: 3.0, 10: 3.0, 20: 3.0}}, "`_step` counts calls of `log`"
+
+
+def test_files_of_one_training_are_one_seed(tmp_path):
+    losses = {step: 5 - step / 100 + math.sin(step) / 50 for step in range(200)}
+    written(tmp_path / "a" / "out.log", "".join(f"step {s} loss {losses[s]:.4f}\n" for s in range(0, 200, 10)))
+    written(tmp_path / "a" / "m.csv", "step,loss\n" + "".join(f"{s},{loss}\n" for s, loss in losses.items()))
+    for rank in (0, 1):
+        rows = "".join(f"step {s} loss {loss + rank / 50:.4f}\n" for s, loss in losses.items())
+        written(tmp_path / "b" / f"rank{rank}.log", rows)
+    result = import_logs([tmp_path / "a", tmp_path / "b"], tmp_path / "runs", name="n")
+    names = [run.info["log"]["name"] for run in result.runs]
+    assert names == ["m.csv", "rank0.log"]
+    assert any("with the losses of another log of their setting: out.log" in note for note in result.notes)
+    assert any("b/rank1.log (another rank than 0)" in note for note in result.notes)
+
+
+def test_logs_that_are_no_seeds_of_one_setting_are_pointed_out(tmp_path):
+    for version, (first, rate) in enumerate(((0, 0.1), (60, 0.2))):
+        rows = "".join(f"0,{step},{5 - step / 100},{rate}\n" for step in range(first, first + 51, 10))
+        written(tmp_path / "logs" / f"version_{version}" / "metrics.csv", "epoch,step,train_loss,lr\n" + rows)
+    notes = import_logs([tmp_path / "logs"], tmp_path / "runs", name="n").notes
+    assert any("version_1 begins at step 60, after the end of version_0" in note for note in notes)
+    assert any("learning rates of its runs reach 0.1 to 0.2 but count as seeds" in note for note in notes)
+
+
 def test_files_with_one_name_are_named_by_their_folders(tmp_path):
     for version in (0, 1):
         written(tmp_path / "lr1" / f"version_{version}" / "metrics.csv", "epoch,step,val_loss\n0,9,3.2\n")

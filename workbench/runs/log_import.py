@@ -38,6 +38,7 @@ ROWS = 500_000  # of one telemetry file
 LOCK, NEW_S = "import.lock", 60.0
 TOLD = 12  # reasons and files that a note lists
 SHARED, PRINTED = 5, 5.1e-5  # losses that must be equal, and the rounding of four digits
+RANK = re.compile(r"(rank[\s:=_.-]*)0*[1-9]\d*", re.IGNORECASE)  # of a distributed process, in a file's name
 ADVICE = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "compressed; unpack it")
 
 
@@ -167,7 +168,9 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
         if (real := file.resolve()) in seen:
             continue
         seen.add(real)
-        if reader := reader_of(file):
+        if RANK.search(file.name) and file.with_name(RANK.sub(r"\g<1>0", file.name)).exists():
+            unread.append(f"{file.relative_to(common)} (another rank than 0)")
+        elif reader := reader_of(file):
             sources.setdefault((reader, reader.home(file)), []).append(file)
         else:
             unread.append(f"{file.relative_to(common)} ({ADVICE.get(file.suffix, 'no known form')})")
@@ -219,6 +222,7 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
 def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) -> tuple[list[_LogRun], list[str]]:
     """Leave out a log whose losses equal those of another log in its setting to four digits: one training."""
     distinct, known = dict[int, str](), dict[tuple[str, bytes], list[tuple[str, np.ndarray]]]()
+    of_setting = dict[tuple[str, str], list[tuple[Path, Curve]]]()
     repeated = dict[str, list[str]](own=[], other=[])
     for i, (log, label) in enumerate(zip(logs, labels, strict=True)):
         same = set[str]()
@@ -229,6 +233,9 @@ def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) 
                     theirs for theirs, each in others if np.allclose(values, each, rtol=0, atol=PRINTED, equal_nan=True)
                 }
                 others.append((label, values))
+                files = of_setting.setdefault((metric, label), [])
+                same |= {label for path, curve in files if path != log.path and _one_training(curve, (steps, values))}
+                files.append((log.path, (steps, values)))
         if same:
             name = f"{log.path.name}: {log.name}" if log.name != log.path.name else log.name
             repeated["own" if label in same else "other"].append(name)
@@ -244,14 +251,31 @@ def _distinct(logs: Sequence[_LogRun], labels: Sequence[str], notes: list[str]) 
     return [logs[i] for i in distinct], list(distinct.values())
 
 
+def _one_training(curve: Curve, other: Curve) -> bool:
+    """Return whether the losses of two files are equal to four digits at their common steps, of which there are five or more."""
+    (coarse, values), (fine, finer) = sorted((curve, other), key=lambda each: len(each[0]))
+    at = min(int(np.searchsorted(fine, coarse[SHARED - 1])), len(fine) - 1)
+    if fine[at] != coarse[SHARED - 1] or abs(finer[at] - values[SHARED - 1]) > PRINTED:
+        return False
+    _, left, right = np.intersect1d(coarse, fine, assume_unique=True, return_indices=True)
+    return len(left) >= SHARED and np.allclose(values[left], finer[right], rtol=0, atol=PRINTED, equal_nan=True)
+
+
 def _continuing(logs: Sequence[_LogRun], labels: Sequence[str]) -> list[str]:
-    """Return a note for each log that begins inside another one of its setting and ends later: a resumed run is one run."""
+    """Return notes on logs that count as seeds: one continues another of its setting, or learning rates differ."""
     ends, notes = [[f([s[at] for s, _ in log.curves.values()]) for f, at in ((min, 0), (max, -1))] for log in logs], []
+    for label in dict.fromkeys(labels):
+        curves = [log.curves.get("learning_rate") for log, own in zip(logs, labels, strict=True) if own == label]
+        highest = sorted(float(np.max(curve[1])) for curve in curves if curve)
+        if highest and highest[-1] > 1.01 * highest[0]:
+            between = f"learning rates of its runs reach {highest[0]:g} to {highest[-1]:g}"
+            notes.append(f"{label}: {between} but count as seeds; name runs with --architecture")
     for log, label, (first, last) in zip(logs, labels, ends, strict=True):
         for other, theirs, (begin, end) in zip(logs, labels, ends, strict=True):
-            if label == theirs and begin < first <= end < last:
+            if label == theirs and begin < first and end < last:
+                where = "inside" if first <= end else "after the end of"
                 notes.append(
-                    f"{log.name} begins at step {first:,}, inside {other.name}; if it continues that run, join the files, "
+                    f"{log.name} begins at step {first:,}, {where} {other.name}; if it continues that run, join the files, "
                     "else they count as two seeds"
                 )
     return notes[:TOLD]

@@ -1,7 +1,8 @@
 """MLflow's stores: a folder `mlruns`, and the database `mlflow.db` of newer versions.
 
 In the folder, a run has `meta.yaml`, and `metrics/NAME` has a line with time, value and step for each number. A name with a slash is a
-folder below `metrics/`. An experiment is a setting. Deleted runs are left out.
+folder below `metrics/`. An experiment is a setting, and so is a run with child runs, which is no run itself: it has results of a search
+or of several seeds. Deleted runs are left out.
 Source: mlflow, store/tracking/file_store.py and store/tracking/dbmodels/models.py.
 """
 
@@ -11,6 +12,7 @@ import math
 import re
 import sqlite3
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
@@ -20,15 +22,13 @@ from workbench.errors import BadData
 from workbench.file_io import read_text
 
 SQLITE = b"SQLite format 3\0"
-ROWS = """
-    SELECT experiments.name, runs.name, runs.run_uuid, key, step, value, is_nan
-    FROM metrics JOIN runs USING (run_uuid) JOIN experiments USING (experiment_id)
-    WHERE runs.lifecycle_stage = 'active' ORDER BY runs.run_uuid, key, timestamp, step
+RUNS = """
+    SELECT experiments.name, runs.run_uuid, runs.name FROM runs JOIN experiments USING (experiment_id)
+    WHERE runs.lifecycle_stage = 'active'
 """
-PARAMETERS = """
-    SELECT experiments.name, runs.name, runs.run_uuid, key, value
-    FROM params JOIN runs USING (run_uuid) JOIN experiments USING (experiment_id)
-"""
+ROWS = "SELECT run_uuid, key, step, value, is_nan, timestamp FROM metrics ORDER BY run_uuid, key, timestamp, step"
+PARAMETERS = "SELECT run_uuid, key, value FROM params"
+PARENTS = "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'"
 
 
 @lru_cache(4096)
@@ -67,13 +67,19 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     if database:
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as opened:
-                for setting, name, run, key, step, value, missing in opened.execute(ROWS):
+                tables = {name for (name,) in opened.execute("SELECT name FROM sqlite_master")}
+                parents = dict(opened.execute(PARENTS)) if "tags" in tables else {}
+                runs = opened.execute(RUNS).fetchall()
+                names = {run: name for _, run, name in runs}
+                keys = {run: key for of, run, _ in runs if (key := _run(of, run, names, parents, numbers))}
+                for run, name, step, value, missing, time in opened.execute(ROWS):
                     infinite = abs(value) == sys.float_info.max  # MLflow stores it in place of infinity
                     value = math.nan if missing else math.copysign(math.inf, value) if infinite else value
-                    numbers.add(step, key, value, run=(setting, _named(name, run)))
-                if opened.execute("SELECT 1 FROM sqlite_master WHERE name = 'params'").fetchone():
-                    for setting, name, run, key, text in opened.execute(PARAMETERS):
-                        numbers.parameters.setdefault((setting, _named(name, run)), {})[key] = text
+                    if run in keys:
+                        numbers.add(step, name, value, run=keys[run], time=time)
+                for run, name, text in opened.execute(PARAMETERS) if "params" in tables else ():
+                    if run in keys:
+                        numbers.parameters.setdefault(keys[run], {})[name] = text
         except sqlite3.Error as error:
             raise BadData(f"{path} is no database of MLflow: {error}") from error
         return
@@ -84,7 +90,12 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     if settings.get("lifecycle_stage") == "deleted":
         numbers.skipped["the run is deleted"] += 1
         return
-    run = _settings(folder.parent).get("name", folder.parent.name), _named(settings.get("run_name"), folder.name)
+    parents = _parents(folder.parent)
+    own = folder.name, parents.get(folder.name, folder.name)
+    names = {run: _settings(folder.parent / run).get("run_name") for run in own}
+    setting = _settings(folder.parent).get("name", folder.parent.name)
+    if (run := _run(setting, folder.name, names, parents, numbers)) is None:
+        return
     kind, _, name = path.relative_to(folder).as_posix().partition("/")
     if kind == "params":
         numbers.parameters.setdefault(run, {})[name] = read_text(path).strip()
@@ -93,14 +104,27 @@ def _read(path: Path, numbers: LogNumbers) -> None:
         for line in lines:
             words = line.split()
             if len(words) >= 3:  # newer versions add the data set
-                numbers.add(int(words[2]), name, float(words[1]), run=run)
+                numbers.add(int(words[2]), name, float(words[1]), run=run, time=float(words[0]))
             elif words:
                 numbers.skipped["the line is not time, value and step"] += 1
 
 
-def _named(name: str | None, run: str) -> str:
-    """Return the name of a run with the beginning of its identifier, as MLflow does not keep names apart."""
-    return f"{name} {run[:8]}" if name else run
+@lru_cache(4096)
+def _parents(experiment: Path) -> dict[str, str]:
+    """Return the parent of each child run in the folder of an experiment."""
+    tags = experiment.glob("*/tags/mlflow.parentRunId")
+    return {tag.parents[1].name: read_text(tag).strip() for tag in tags}
+
+
+def _run(
+    setting: str, run: str, names: Mapping[str, str | None], parents: Mapping[str, str], numbers: LogNumbers
+) -> tuple[str, str] | None:
+    """Return the setting and the name of a run with the beginning of its identifier, as names repeat; None for a parent."""
+    name, parent = names.get(run), parents.get(run, "")
+    if run in set(parents.values()):
+        numbers.skipped[f"{name or run} has child runs, so it is the parent of a search or of seeds"] += 1
+        return None
+    return f"{setting}/{names.get(parent) or parent}" if parent else setting, f"{name} {run[:8]}" if name else run
 
 
 READER = LogReader("MLflow", _recognises, _read, home=home)

@@ -14,6 +14,8 @@ ESTIMATED = "estimated_train_loss"
 """nanoGPT's training loss over batches of its own, beside the loss of the batch: stored as a variant of `train_loss`."""
 TRAIN_TIME, STEP_AVERAGE = "train_time", "step_avg"
 """Cumulative times of modded-nanogpt, from which the seconds per step are computed."""
+PERPLEXITY = {"train_loss": "train_ppl", "validation_loss": "val_ppl"}
+"""Perplexities, which tell whether the loss beside them is in nats or in bits."""
 
 NAMES = {
     "validation_loss": "validation_loss", "val_loss": "validation_loss", "valid_loss": "validation_loss",
@@ -29,6 +31,9 @@ NAMES = {
     "seconds_per_step": "seconds_per_step", "step_time": "seconds_per_step",
     "tokens_per_second": "tokens_per_second",
     "train_time": TRAIN_TIME, "step_avg": STEP_AVERAGE,
+    "ppl": "train_ppl", "perplexity": "train_ppl", "train_ppl": "train_ppl", "train_perplexity": "train_ppl",
+    "val_ppl": "val_ppl", "valid_ppl": "val_ppl", "validation_ppl": "val_ppl", "eval_ppl": "val_ppl",
+    "val_perplexity": "val_ppl", "valid_perplexity": "val_ppl", "validation_perplexity": "val_ppl", "eval_perplexity": "val_ppl",
 }  # fmt: skip
 """Their names, as `plain_name` spells them, and ours."""
 IN_TEXT = {
@@ -42,7 +47,8 @@ AVERAGES = {
 }  # fmt: skip
 """Running means and means over an epoch or the whole training: no number of one step."""
 STEPS = (
-    "train_global_step", "trainer_global_step", "global_step", "step", "iteration", "iter", "_step",
+    "train_global_step", "trainer_global_step", "global_step", "step", "train_step", "training_step", "optimizer_step", "iteration",
+    "iter", "_step",
 )  # fmt: skip
 """Names of the optimiser step, the most reliable first: W&B's `_step` counts calls of `log`."""
 RUNS = ("run", "run_id", "run_name", "seed")
@@ -55,6 +61,8 @@ FLAGS = {"is_eval": "eval", "is_val": "val", "is_validation": "validation", "is_
 """Columns whose cell is true in rows of that loss."""
 SUMMARY = "train_runtime"
 """What only the last entry of transformers' Trainer has."""
+SUMMARIES = {SUMMARY, "train_train_runtime", "train_train_loss"}
+"""Its names in `trainer_state.json` and MLflow, and in W&B and TensorBoard."""
 SUMMARY_REASON = "the last entry's train_loss is the mean over the training"
 TIMES = (TRAIN_TIME, STEP_AVERAGE, "step_time")
 """Names that need a unit, as in `train_time_ms`."""

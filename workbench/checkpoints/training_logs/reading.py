@@ -13,7 +13,7 @@ import re
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,21 @@ from pathlib import Path
 import numpy as np
 
 from workbench.checkpoints import training_logs as folder
-from workbench.checkpoints.training_logs.quantity_names import STEP_AVERAGE, TRAIN_TIME, UNITS, plain_name, quantity
+from workbench.checkpoints.training_logs.quantity_names import (
+    STEP_AVERAGE,
+    SUMMARIES,
+    SUMMARY_REASON,
+    TRAIN_TIME,
+    UNITS,
+    plain_name,
+    quantity,
+)
+from workbench.checkpoints.training_logs.units_and_counters import (
+    Curve,
+    drop_other_counters,
+    drop_other_units,
+    refuse_tokens,
+)
 from workbench.errors import BadData, WorkbenchError
 from workbench.file_io import open_regular
 
@@ -30,8 +44,8 @@ LARGEST = 2**53  # largest step that tables can hold
 WIDE = (b"\xff\xfe", b"\xfe\xff")
 """First bytes of UTF-16, which PowerShell writes."""
 CUT_OFF = "the last line has no end and is shorter than the one before: it may be cut off"
-EVALUATIONS = {"val", "valid", "validation", "eval", "evaluation"}
-"""Words of a file's name by which a plain `loss` in it is no training loss."""
+EVALUATIONS = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "heldout", "holdout"}
+"""Words of a file's name, a column or a cell by which a plain `loss` is no training loss."""
 NO_SETTING = re.compile(r"seed|dir|path|file|name|host|rank|device|version|time|date|\bid\b", re.IGNORECASE)
 """Hyperparameters in which seeds of one setting may differ."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, struct.error)
@@ -55,10 +69,6 @@ class LogReader:
     home: Callable[[Path], Path] = lambda path: path
 
 
-Curve = tuple[np.ndarray, np.ndarray]
-"""Steps and values of a quantity."""
-
-
 @dataclass
 class LogNumbers:
     """Numbers of a file by run and quantity, in the order of the file, and how often each reason left something out.
@@ -67,7 +77,10 @@ class LogNumbers:
     """
 
     path: Path
-    runs: dict[tuple[str, str], dict[str, tuple[array[int], array[int], array[float]]]] = field(default_factory=dict)
+    runs: dict[tuple[str, str], dict[str, tuple[array[int], array[int], array[float], array[float]]]] = field(
+        default_factory=dict
+    )
+    """Order, steps, values and times of each quantity, by run."""
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     chronological: bool = True
@@ -89,6 +102,8 @@ class LogNumbers:
     """Hyperparameters of each run that a tracker has beside its numbers."""
     clock: dict[tuple[Path, str], float] = field(default_factory=dict)
     """Time of the last number of each folder and name, in the files before."""
+    ended: set[tuple[str, str]] = field(default_factory=set)
+    """Runs with the summary that transformers' Trainer writes at the end."""
 
     def note_epoch(self, epoch: float, step: float, run: tuple[str, str] = ("", "")) -> None:
         """Note the epoch of a line; raises `BadData` if steps begin again in a later epoch."""
@@ -99,31 +114,39 @@ class LogNumbers:
             )
         self.at[run] = epoch, step
 
-    def forget_from(self, step: int) -> None:
-        """Drop the numbers from this step on, which a restarted writer declares void."""
+    def forget_from(self, step: int, names: Container[str | None]) -> None:
+        """Drop the numbers of these quantities from this step on, which a restarted writer declares void."""
         for curves in self.runs.values():
-            for name, columns in curves.items():
+            for name, columns in ((name, columns) for name, columns in curves.items() if name in names):
                 keep = [i for i, own in enumerate(columns[1]) if own < step]
                 self.skipped[f"the run was restarted from step {step}"] += len(columns[1]) - len(keep)
-                order, steps, values = columns
+                order, steps, values, times = columns
                 curves[name] = (
                     array("q", [order[i] for i in keep]), array("q", [steps[i] for i in keep]),
-                    array("d", [values[i] for i in keep]),
+                    array("d", [values[i] for i in keep]), array("d", [times[i] for i in keep]),
                 )  # fmt: skip
 
     def add(
-        self, step: float, name: str, value: float, *, run: tuple[str, str] = ("", ""), factor: float = 1.0
+        self,
+        step: float,
+        name: str,
+        value: float,
+        *,
+        run: tuple[str, str] = ("", ""),
+        factor: float = 1.0,
+        time: float = math.nan,
     ) -> None:
         """Add a number of a step; `name` is theirs, `factor` converts its unit. Raises `BadData` for a fractional step."""
         ours, own_factor, why = quantity(name)
+        if plain_name(name) in SUMMARIES:
+            self.ended.add(run)
         if ours is None:
             self.skipped[why] += 1
             return
-        plain = plain_name(name)
-        if self.evaluation and plain == "loss":
-            self.skipped["loss in a file that is named after an evaluation; name it val_loss"] += 1
+        if self.evaluation and plain_name(name) == "loss":
+            self.skipped["loss in a file that is named after an evaluation; name it train_loss or val_loss"] += 1
             return
-        if (first := self.spelled.setdefault((run, ours), plain)) != plain:
+        if (first := self.spelled.setdefault((run, ours), name)) != name:
             self.skipped[f"{name} means the same as {first}"] += 1
             return
         if value < 0 and UNITS.get(ours) == "nats":
@@ -136,14 +159,15 @@ class LogNumbers:
             raise BadData(f"{self.path}: step {step:g} is no whole number, so it counts epochs or thousands, not steps")
         curves = self.runs.setdefault(run, {})
         if ours not in curves:
-            curves[ours] = array("q"), array("q"), array("d")
-        order, steps, values = curves[ours]
+            curves[ours] = array("q"), array("q"), array("d"), array("d")
+        order, steps, values, times = curves[ours]
         if step < self.newest.get(run, 0.0):
             self.returned.add(run)
         self.newest[run] = step
         order.append(self.count)
         steps.append(int(step))
         values.append(value * factor * own_factor)
+        times.append(time)
         self.count += 1
 
     def courses(self) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
@@ -156,7 +180,19 @@ class LogNumbers:
                     f"{setting}: its {len(each)} runs differ in {', '.join(differ[:5])} but count as seeds; name runs with --architecture"
                 )
         for (setting, run), columns in self.runs.items():
-            tables = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items()}
+            filled = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items() if each[0]}
+            tables, times = ({n: t[:3] for n, t in filled.items()}, {n: t[3] for n, t in filled.items()})
+            if self.by_quantity and not any(steps.any() for _, steps, _ in tables.values()):
+                why = "the run has step 0 only, as trackers store a number without a step; log it with a step"
+                self.skipped[why] += sum(len(steps) for _, steps, _ in tables.values())
+                continue
+            if tables and not np.isnan(np.concatenate([*times.values()])).any():
+                drop_other_counters(tables, times, self.skipped)
+                spelled = self.spelled.get(((setting, run), "train_loss"))
+                if (setting, run) in self.ended and spelled == "train_loss" and len(times[spelled]) == 1:
+                    self.skipped[SUMMARY_REASON] += tables.pop(spelled, None) is not None
+            if tables:
+                refuse_tokens(self.path, np.concatenate([steps for _, steps, _ in tables.values()]))
             if (setting, run) not in self.returned:
                 parts = [{name: (steps, values) for name, (_, steps, values) in tables.items()}]
             elif self.by_quantity:
@@ -170,7 +206,7 @@ class LogNumbers:
                 )
             for i, part in enumerate(parts):
                 name = f"{run}#{i + 1}" if len(parts) > 1 else run
-                yield (setting, name), self._finished(part, name or self.path.name)
+                yield (setting, name), self._finished(part, name or self.path.name, (setting, run) in self.ended)
 
     def _parts(self, tables: Mapping[str, Sequence[np.ndarray]], *, split: bool = True) -> list[dict[str, Curve]]:
         """Split the curves (order, steps, values) of a run at each start, and drop steps that a restart repeats."""
@@ -203,15 +239,19 @@ class LogNumbers:
             parts.append(part)
         return parts
 
-    def _finished(self, curves: dict[str, Curve], of: str) -> dict[str, Curve]:
-        """Return the curves by step with one value for each, and seconds per step in place of cumulative times."""
+    def _one_value_per_step(self, curves: dict[str, Curve], ended: bool) -> dict[str, Curve]:
+        """Return the curves by step with the last value of each step, without evaluations after the end of the training."""
         single = {}
         for name, (steps, values) in curves.items():
-            if (np.diff(steps) > 0).all():
-                single[name] = steps, values
-                continue
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
+            if ended and name == "validation_loss":
+                first = int(np.searchsorted(steps, steps[-1]))
+                stop = first + (first + 1 < len(steps) or values[first] != values[:first].min(initial=np.inf))
+                if stop < len(steps):
+                    why = f"{name} after the end of the training, maybe of the best checkpoint"
+                    self.skipped[why] += len(steps) - stop
+                steps, values = steps[:stop], values[:stop]
             ends = np.append(steps[1:] != steps[:-1], True)
             other = ~ends[:-1] & (values[1:] != values[:-1]) & ~(np.isnan(values[1:]) & np.isnan(values[:-1]))
             if 2 * len(np.unique(steps[:-1][other])) > ends.sum():
@@ -220,6 +260,11 @@ class LogNumbers:
             if other.any():
                 self.skipped[f"earlier values of {name} at a step with several"] += int(other.sum())
             single[name] = steps[ends], values[ends]
+        return single
+
+    def _finished(self, curves: dict[str, Curve], of: str, ended: bool) -> dict[str, Curve]:
+        """Return the curves with one value for each step, and seconds per step in place of cumulative times."""
+        single = self._one_value_per_step(curves, ended)
         if not self.chronological:  # a table has an empty cell, or NaN, where another loss was measured
             losses = [name for name in single if UNITS.get(name) in ("nats", "bits per byte")]
             known = np.concatenate([np.zeros(0), *(s[~np.isnan(v)] for s, v in (single[n] for n in losses))])
@@ -244,6 +289,7 @@ class LogNumbers:
             single |= {"seconds_per_step": pace} if len(pace[0]) else {}
         elif average is not None:
             self.skipped["step_avg is an average over many steps"] += len(average[0])
+        drop_other_units(single, self.skipped)
         if single.keys() >= {"train_loss", "validation_loss"}:
             (at, own), (steps, values) = single["train_loss"], single["validation_loss"]
             ratios = own[np.searchsorted(at, steps).clip(max=len(at) - 1)] / np.where(values > 0, values, np.nan)

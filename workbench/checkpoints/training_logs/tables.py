@@ -22,6 +22,7 @@ from workbench.checkpoints.training_logs.quantity_names import (
     SETTINGS,
     SPLITS,
     STEPS,
+    SUMMARIES,
     SUMMARY,
     SUMMARY_REASON,
     plain_name,
@@ -66,6 +67,8 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
     if not step and plain and kind != "lines":
         names = ", ".join(map(repr, plain.values()))
         raise BadData(f"{path} has no column of steps; name one of its columns {names} 'step'")
+    if plain_name(step) in ("iteration", "iter") and any(name.startswith("micro") for name in plain):
+        raise BadData(f"{path}: {step} counts micro-batches; add a column step of optimiser steps")
     if plain_name(step) == "_step" or (
         step == "Step" and any(map(CHART.fullmatch, plain.values()))
     ):  # an exported chart
@@ -91,6 +94,8 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
         own = {name: text for name, text in labels.items() if name != plain_name(step) and _is_setting(name)}
         starts.setdefault((setting, run), _Starts(path, at, at, own)).next_row(at, own)
         split = next((labels[name] for name in SPLITS if name in labels), "") or _evaluation(labels)
+        if labels.keys() & SUMMARIES:
+            numbers.ended.add((setting, run))
         for name, value in row.items():
             if name not in columns:
                 columns[name] = _column(path, name, step, numbers)
@@ -104,7 +109,7 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             elif SUMMARY in labels and plain_name(theirs) == "train_loss":
                 numbers.skipped[SUMMARY_REASON] += 1
             else:
-                theirs = f"{split}/{theirs}" if split and plain_name(theirs) == "loss" else theirs
+                theirs = f"{split}/{theirs}" if split and plain_name(theirs) in ("loss", "ppl") else theirs
                 numbers.add(at, theirs, number, run=(setting, of or run))
     for each in starts.values():
         each.refuse()
@@ -157,7 +162,10 @@ def _column(path: Path, name: str, step: str, numbers: LogNumbers) -> tuple[str,
     plain = plain_name(name)
     if name == step or plain in (*RUNS, *SETTINGS, *SPLITS, "epoch"):
         return None
-    if chart := CHART.fullmatch(name):
+    chart = CHART.fullmatch(name)
+    if chart and chart["run"].lower() in (*EVALUATIONS, "train", "training"):
+        name = f"{chart['run']}/{chart['name']}"  # the loss of a split, not of a run
+    elif chart:
         if name.startswith(MEAN) and not chart["range"]:
             numbers.notes.append(f"{path.name}: left out a column: {name} is a mean over runs")
         return None if chart["range"] or name.startswith(MEAN) else (chart["run"], chart["name"])

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workbench.checkpoints.training_logs.quantity_names import plain_name
+from workbench.checkpoints.training_logs.quantity_names import plain_name, quantity
 from workbench.checkpoints.training_logs.reading import LogNumbers, LogReader, of_evaluation
 from workbench.errors import BadData
 from workbench.file_io import open_regular
@@ -32,8 +32,9 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     numbers.evaluation = part is None and of_evaluation(path)
     scalars, results = list[tuple[str, int, float, float]](), set[str]()  # tag, step, number and time
     for event in _events(path, numbers):
-        if event.session_log.status == 1 and not part:  # START
-            numbers.forget_from(event.step)
+        if event.session_log.status == 1:  # START
+            own = {quantity(_name(tag, part))[0] for folder, tag in numbers.clock if folder == path.parent}
+            numbers.forget_from(event.step, own)
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "hparams":
                 results |= _hyperparameter_results(value.metadata.plugin_data.content)
@@ -54,8 +55,13 @@ def _read(path: Path, numbers: LogNumbers) -> None:
             raise BadData(
                 f"{path} and another event file of its folder have {tag} of the same time; import one of them"
             )
-        numbers.add(step, f"{part['name']}/{tag}" if part and plain_name(tag) == "loss" else tag, scalar)
+        numbers.add(step, _name(tag, part), scalar, time=time)
     numbers.clock |= {(path.parent, tag): time for tag, *_, time in scalars}
+
+
+def _name(tag: str, part: re.Match[str] | None) -> str:
+    """Return a tag's name, with that of its folder for a plain loss."""
+    return f"{part['name']}/{tag}" if part and plain_name(tag) == "loss" else tag
 
 
 def _hyperparameter_results(content: bytes) -> set[str]:

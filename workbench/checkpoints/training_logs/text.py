@@ -92,7 +92,7 @@ def _add_losses(waiting: list[float], step: int | None, numbers: LogNumbers) -> 
         if step is None:
             numbers.skipped["val loss has no step"] += 1
         else:
-            numbers.add(step, "val loss", loss)
+            numbers.add(step, "val_loss", loss)
     waiting.clear()
 
 
@@ -111,6 +111,9 @@ def _add_line(line: str, numbers: LogNumbers, milliseconds: str) -> None:
     ((text, rounded),) = steps
     if rounded:
         numbers.skipped["the step is rounded"] += 1
+        return
+    if best.startswith("iter") and any(plain_name(name).startswith("micro") for name, *_ in pairs):
+        numbers.skipped[f"{best} counts micro-batches; add the step"] += 1
         return
     step = _value(text)
     values = dict[str, set[tuple[str, str]]]()

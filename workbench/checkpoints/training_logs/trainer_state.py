@@ -21,9 +21,11 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     history = read_json(path).get("log_history")
     if not isinstance(history, list):
         raise BadData(f"{path} has no list log_history, so the Trainer of transformers did not write it")
+    numbers.notes.append(f"{path.name}: each train_loss is the mean over the steps since the entry before")
     for entry in history:
         if SUMMARY in entry:
             numbers.skipped[SUMMARY_REASON] += 1
+            numbers.ended.add(("", ""))
             continue
         for name, value in entry.items():
             is_number = isinstance(value, int | float) and not name.endswith(("runtime", "per_second"))
