@@ -181,7 +181,8 @@ class LogNumbers:
                 )
         for (setting, run), columns in self.runs.items():
             filled = {name: tuple(np.asarray(column) for column in each) for name, each in columns.items() if each[0]}
-            tables, times = ({n: t[:3] for n, t in filled.items()}, {n: t[3] for n, t in filled.items()})
+            tables: dict[str, Sequence[np.ndarray]] = {n: t[:3] for n, t in filled.items()}
+            times = {n: t[3] for n, t in filled.items()}
             if self.by_quantity and not any(steps.any() for _, steps, _ in tables.values()):
                 why = "the run has step 0 only, as trackers store a number without a step; log it with a step"
                 self.skipped[why] += sum(len(steps) for _, steps, _ in tables.values())
