@@ -223,6 +223,14 @@ def test_rows_that_cannot_be_averaged_are_refused_by_name():
                 model(ids)
 
 
+def test_matrices_and_maps_of_padded_rows_are_refused():
+    from workbench.sklearn import as_matrix
+
+    ids = padded(documents(), "right")
+    with pytest.raises(BadData, match="14 of 42 tokens are padding, and would count as tokens"):
+        as_matrix(observed(decoder(), ids, with_mask), "v", ids, layer=1)
+
+
 def test_a_metric_that_no_document_is_long_enough_for_is_told_beside_others():
     ids = torch.cat([torch.zeros(3, 60, dtype=torch.long), padded(documents(), "left")], 1)
     with pytest.warns(NotMeasured, match="sink_rate needs documents of 64 tokens"), pytest.warns(PaddingLeftOut):

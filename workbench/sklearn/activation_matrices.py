@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ def as_matrix(
 
     Raises:
         UnknownName: An unknown site.
-        BadData: A layer without this site, or a hook point without a vector for each token.
+        BadData: A layer without this site, a hook point without a vector for each token, or padding.
     """
     ids = as_ids(model, tokens)
     if site in model.hook_dict:
@@ -85,6 +85,10 @@ def vectors(model: HookedModel, names: Mapping[int, str], ids: Tensor, batch: in
     """Yield (layer, vectors [batch * pos, width]) batch by batch, float32 on the CPU; the model is locked for one batch at a time."""
     for part in ids.split(batch):
         found: list[tuple[int, Tensor]] = []
+        text = None if model.foreign is None else cast(Any, model).run_with_segments(part)[1].is_text
+        if text is not None and not text.all():
+            count = f"{int((~text).sum())} of {text.numel()} tokens"
+            raise BadData(f"{count} are padding, and would count as tokens: give documents of one length without it")
 
         def take(layer: int, tensors: dict[str, Tensor], part: Tensor = part, found: Any = found) -> None:
             ((name, x),) = tensors.items()
