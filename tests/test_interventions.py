@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 import pytest
 import torch
 
 from workbench.data.data_sources import RepeatedData, Sample
 from workbench.interventions import replaced, token_means, value_ablation
+from workbench.interventions.ablation import deep_value_ablation
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +50,21 @@ def test_rows_stand_where_the_site_is(tiny, architecture):
     joint = frame[frame["layer"].isna()]
     assert joint["variant"].tolist() == ([] if architecture == "svformer" else ["token_mean", "mean", "zero", "kept"])
     assert (frame["n"] == 6).all()
-    kept = frame.dropna(subset="layer").pivot(index="layer", columns="variant", values="value")
-    expected = (1 - kept["token_mean"] / kept["zero"]).where(kept["zero"] > 0).dropna()
+    kept, se = (
+        frame.dropna(subset="layer").pivot(index="layer", columns="variant", values=name) for name in ("value", "se")
+    )
+    expected = (1 - kept["token_mean"] / kept["zero"]).where(kept["zero"] > 2 * se["zero"]).dropna()
     assert kept["kept"].dropna().to_dict() == pytest.approx(expected.to_dict())
     assert (kept["zero"].abs() < 1).all(), "changes of the loss, not losses"
+
+
+@pytest.mark.parametrize(("zero", "kept"), [((0.4, 0.5, 0.6), 0.8), ((-0.4, 0.5, 0.6), math.nan)])
+def test_a_share_of_an_effect_within_its_noise_is_unknown(tiny, monkeypatch, zero, kept):
+    losses = iter([torch.zeros(3), torch.full((3,), 0.1), torch.tensor(zero)])  # plain, token means and zero
+    monkeypatch.setattr("workbench.interventions.ablation.losses", lambda *_: next(losses).double())
+    sample = Sample(some_tokens(3), range(3), "ids")
+    frame = pd.DataFrame(deep_value_ablation(tiny(), sample, RepeatedData(40), 4)).set_index("variant")
+    assert frame.loc["kept", "value"] == pytest.approx(kept, nan_ok=True)
 
 
 def test_replacement_is_what_it_says_and_leaves_no_hooks(tiny):

@@ -265,7 +265,8 @@ def value_ablation(
 
     Per layer, and for all layers after the first together (no layer). The table of means comes from 65,536 tokens of
     training documents. Positions with other ids keep their values under all three replacements, so all three cover the same
-    positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies.
+    positions. `kept` = 1 - change(token mean) / change(zero): the share of the values' effect that the token alone supplies; NaN
+    if the change under zero is not above two of its standard errors.
     The first layer's own values are a function of the token, so their change under the token mean is exactly 0 up to
     rounding: a built-in check. Own values are replaced at their projection, and so in every layer that reads them (value
     residuals, shared keys and values). `sites=("v",)` replaces one layer's effective values, in our models also where later
@@ -330,8 +331,8 @@ def _replacement_rows(
         changes = {how: each(layers, how) - plain for how in ways}
         for how, change in changes.items():
             yield mean_row(change, **axes, variant=how, unit="nats")
-        zero, token = float(changes["zero"].mean()), float(changes["token_mean"].mean())
-        share = 1 - token / zero if zero > 0 else math.nan
+        zero, token = mean_row(changes["zero"]), float(changes["token_mean"].mean())
+        share = 1 - token / zero["value"] if zero["value"] > 2 * zero["se"] else math.nan  # else a ratio of noise
         yield {**axes, "variant": "kept", "value": share, "unit": "share", "n": len(plain)}
 
 
