@@ -267,10 +267,21 @@ def test_nan_in_place_of_an_empty_cell_is_no_number_and_nan_of_a_broken_run_is(t
 
 
 def test_a_training_loss_summed_over_micro_batches_is_pointed_out(tmp_path):
-    for factor, told in ((4.1, True), (1.2, False)):
+    for factor, words in ((4.1, "about 4.1 times"), (0.25, "about 0.25 times"), (1.2, None)):
         rows = "".join(f"{step},{factor * (3 - step / 10)},{3 - step / 10}\n" for step in range(5))
         _, numbers = curves(written(tmp_path / "a.csv", "step,train_loss,val_loss\n" + rows))
-        assert any("train_loss is about 4.1 times validation_loss" in note for note in numbers.notes) == told
+        assert [words in note for note in numbers.notes] == [True] * (words is not None)
+
+
+def test_a_run_whose_steps_are_its_epochs_is_left_out(tmp_path):
+    for first, read in ((1, False), (9, True)):
+        rows = [{"_step": i, "epoch": i + first, "loss": 3 - i / 10} for i in range(4)]
+        runs, numbers = curves(written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+        assert (bool(runs), "the steps count epochs; log the optimiser step" in numbers.skipped) == (read, not read)
+    mlflow_run(tmp_path / "mlruns" / "1" / "a", {"loss": [(9 + step, 3.0, step) for step in range(4)]})
+    written(tmp_path / "mlruns" / "1" / "a" / "params" / "epochs", "4")
+    with pytest.raises(BadData, match="the steps count epochs"):
+        imported(tmp_path / "mlruns", tmp_path)
 
 
 def test_json_lines_have_one_counter_of_steps(tmp_path):
@@ -310,6 +321,15 @@ def test_a_parent_of_mlflow_is_the_setting_of_its_child_runs_and_no_run(tmp_path
         values = {r.info["log"]["name"]: (r.architecture, r.telemetry()["value"].tolist()) for r in result.runs}
         assert values == {"a": ("1/search", [2.0, 1.0]), "b": ("1/search", [3.0, 2.0])}
         assert any("search has child runs" in note for note in result.notes)
+
+
+def test_a_run_of_mlflow_that_is_deleted_between_two_imports_is_left_out(tmp_path):
+    for run in ("a", "b"):
+        mlflow_run(tmp_path / "mlruns" / "1" / run, {"loss": [(9, 2.0, 10)]})
+    assert set(imported(tmp_path / "mlruns", tmp_path)) == {"a", "b"}
+    meta = tmp_path / "mlruns" / "1" / "b" / "meta.yaml"
+    written(meta, meta.read_text() + "lifecycle_stage: deleted\n")
+    assert set(imported(tmp_path / "mlruns", tmp_path / "again")) == {"a"}
 
 
 @pytest.mark.parametrize(

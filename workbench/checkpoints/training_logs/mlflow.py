@@ -31,11 +31,16 @@ PARAMETERS = "SELECT run_uuid, key, value FROM params"
 PARENTS = "SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'"
 
 
-@lru_cache(4096)
 def _settings(folder: Path) -> dict[str, str]:
     """Return the lines of a folder's `meta.yaml` as text, empty without one of MLflow."""
     file = folder / "meta.yaml"
-    text = read_text(file) if file.is_file() else ""
+    return _read_settings(file, file.stat().st_mtime_ns) if file.is_file() else {}
+
+
+@lru_cache(4096)
+def _read_settings(file: Path, changed: int) -> dict[str, str]:
+    """Read `meta.yaml`; a run that is deleted meanwhile has another time of change."""
+    text = read_text(file)
     pairs = re.findall(r"^(\w+): *(.*?) *$", text, re.MULTILINE)
     settings = {key: re.sub(r"^(['\"])(.*)\1$", r"\2", value).replace("''", "'") for key, value in pairs}
     return settings if settings.keys() & {"run_id", "experiment_id"} else {}
@@ -90,7 +95,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
     if settings.get("lifecycle_stage") == "deleted":
         numbers.skipped["the run is deleted"] += 1
         return
-    parents = _parents(folder.parent)
+    parents = _parents(folder.parent, folder.parent.stat().st_mtime_ns)
     own = folder.name, parents.get(folder.name, folder.name)
     names = {run: _settings(folder.parent / run).get("run_name") for run in own}
     setting = _settings(folder.parent).get("name", folder.parent.name)
@@ -110,7 +115,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
 
 
 @lru_cache(4096)
-def _parents(experiment: Path) -> dict[str, str]:
+def _parents(experiment: Path, changed: int) -> dict[str, str]:
     """Return the parent of each child run in the folder of an experiment."""
     tags = experiment.glob("*/tags/mlflow.parentRunId")
     return {tag.parents[1].name: read_text(tag).strip() for tag in tags}

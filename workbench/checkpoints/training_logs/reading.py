@@ -34,6 +34,7 @@ from workbench.checkpoints.training_logs.units_and_counters import (
     Curve,
     drop_other_counters,
     drop_other_units,
+    of_micro_batches,
     refuse_tokens,
 )
 from workbench.errors import BadData, WorkbenchError
@@ -48,6 +49,8 @@ EVALUATIONS = {"val", "valid", "validation", "eval", "evaluation", "test", "dev"
 """Words of a file's name, a column or a cell by which a plain `loss` is no training loss."""
 NO_SETTING = re.compile(r"seed|dir|path|file|name|host|rank|device|version|time|date|\bid\b", re.IGNORECASE)
 """Hyperparameters in which seeds of one setting may differ."""
+EPOCHS = {"epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs"}
+"""Hyperparameters that are the number of epochs."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, struct.error)
 BACKWARDS = 100  # times that steps may go back in one run
 
@@ -104,9 +107,13 @@ class LogNumbers:
     """Time of the last number of each folder and name, in the files before."""
     ended: set[tuple[str, str]] = field(default_factory=set)
     """Runs with the summary that transformers' Trainer writes at the end."""
+    ahead: dict[tuple[str, str], set[float]] = field(default_factory=dict)
+    """Up to two differences between epoch and step, by run."""
 
     def note_epoch(self, epoch: float, step: float, run: tuple[str, str] = ("", "")) -> None:
         """Note the epoch of a line; raises `BadData` if steps begin again in a later epoch."""
+        if len(offsets := self.ahead.setdefault(run, set())) < 2:
+            offsets.add(epoch - step)
         before = self.at.get(run, (0.0, 0.0))
         if epoch > before[0] and step < before[1]:
             raise BadData(
@@ -140,6 +147,8 @@ class LogNumbers:
         ours, own_factor, why = quantity(name)
         if plain_name(name) in SUMMARIES:
             self.ended.add(run)
+        if plain_name(name) == "epoch" and len(offsets := self.ahead.setdefault(run, set())) < 2:
+            offsets.add(value - step)
         if ours is None:
             self.skipped[why] += 1
             return
@@ -192,8 +201,11 @@ class LogNumbers:
                 spelled = self.spelled.get(((setting, run), "train_loss"))
                 if (setting, run) in self.ended and spelled == "train_loss" and len(times[spelled]) == 1:
                     self.skipped[SUMMARY_REASON] += tables.pop(spelled, None) is not None
-            if tables:
-                refuse_tokens(self.path, np.concatenate([steps for _, steps, _ in tables.values()]))
+            counted = np.unique(np.concatenate([np.zeros(0, int), *(steps for _, steps, _ in tables.values())]))
+            refuse_tokens(self.path, counted)
+            if self._counts_epochs((setting, run), counted):
+                self.skipped["the steps count epochs; log the optimiser step"] += len(counted)
+                continue
             if (setting, run) not in self.returned:
                 parts = [{name: (steps, values) for name, (_, steps, values) in tables.items()}]
             elif self.by_quantity:
@@ -208,6 +220,14 @@ class LogNumbers:
             for i, part in enumerate(parts):
                 name = f"{run}#{i + 1}" if len(parts) > 1 else run
                 yield (setting, name), self._finished(part, name or self.path.name, (setting, run) in self.ended)
+
+    def _counts_epochs(self, run: tuple[str, str], steps: np.ndarray) -> bool:
+        """Return whether each step, of three or more, is that of an epoch, by a column or by the number of epochs."""
+        number = {text for name, text in self.parameters.get(run, {}).items() if name.lower() in EPOCHS}
+        one_each = (
+            str(len(steps)) in number and np.array_equal(steps, steps[0] + np.arange(len(steps))) and steps[0] < 2
+        )
+        return len(steps) > 2 and (one_each or self.ahead.get(run, set()) in ({0.0}, {1.0}))
 
     def _parts(self, tables: Mapping[str, Sequence[np.ndarray]], *, split: bool = True) -> list[dict[str, Curve]]:
         """Split the curves (order, steps, values) of a run at each start, and drop steps that a restart repeats."""
@@ -291,14 +311,8 @@ class LogNumbers:
         elif average is not None:
             self.skipped["step_avg is an average over many steps"] += len(average[0])
         drop_other_units(single, self.skipped)
-        if single.keys() >= {"train_loss", "validation_loss"}:
-            (at, own), (steps, values) = single["train_loss"], single["validation_loss"]
-            ratios = own[np.searchsorted(at, steps).clip(max=len(at) - 1)] / np.where(values > 0, values, np.nan)
-            times = float(np.median(ratios)) if np.isfinite(ratios).all() else 0.0
-            if times > 1.9 and abs(times - round(times)) < 0.1:
-                self.notes.append(
-                    f"{of}: train_loss is about {times:.3g} times validation_loss; divide it if it is summed over micro-batches"
-                )
+        if why := of_micro_batches(single):
+            self.notes.append(f"{of}: {why}")
         if broken := sum(int((~np.isfinite(values)).sum()) for _, values in single.values()):
             self.notes.append(f"{of}: {broken} values are NaN or infinite, and are stored as such")
         return single

@@ -36,6 +36,20 @@ def drop_other_units(curves: dict[str, Curve], skipped: Counter[str]) -> None:
         curves.pop(name, None)
 
 
+def of_micro_batches(curves: Mapping[str, Curve]) -> str:
+    """Return a note on a training loss that is a multiple or a fraction of the validation loss; empty for other losses."""
+    if not curves.keys() >= {"train_loss", "validation_loss"}:
+        return ""
+    (at, own), (steps, values) = curves["train_loss"], curves["validation_loss"]
+    ratios = own[np.searchsorted(at, steps).clip(max=len(at) - 1)] / np.where(values > 0, values, np.nan)
+    times = float(np.median(ratios)) if np.isfinite(ratios).all() else 0.0
+    multiple = max(times, 1 / times) if times > 0 else 1.0
+    if multiple < 1.9 or abs(multiple - round(multiple)) > 0.1:
+        return ""
+    what = "divide it if it is summed over" if times > 1 else "multiply it if it is a share of each of several"
+    return f"train_loss is about {times:.3g} times validation_loss; {what} micro-batches"
+
+
 def drop_other_counters(
     tables: dict[str, Sequence[np.ndarray]], times: Mapping[str, np.ndarray], skipped: Counter[str]
 ) -> None:
@@ -69,8 +83,8 @@ def drop_other_counters(
 
 
 def refuse_tokens(path: Path, steps: np.ndarray) -> None:
-    """Raise `BadData` if all steps are multiples of a number that only batches of tokens have."""
-    unit = int(np.gcd.reduce(steps)) if len(np.unique(steps[steps > 0])) > 2 else 0
+    """Raise `BadData` if all steps, each once, are multiples of a number that only batches of tokens have."""
+    unit = int(np.gcd.reduce(steps)) if (steps > 0).sum() > 2 else 0
     if unit >= TOKENS and unit % 1024 == 0:
         raise BadData(
             f"{path}: all steps are multiples of {unit:,}, so they may count tokens; divide them by the tokens of a step"
