@@ -164,15 +164,6 @@ def test_a_row_that_names_an_evaluation_has_no_training_loss(tmp_path, flag):
     assert one(path) == {"train_loss": {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0}, "validation_loss": {2: 4.0}}
 
 
-def test_a_log_that_begins_inside_another_one_is_pointed_out(tmp_path):
-    for name, steps in {"first": range(0, 11), "second": range(8, 21), "other": range(0, 21)}.items():
-        written(tmp_path / "logs" / f"{name}.log", "".join(f"step {i} loss {9 - i / len(name)}\n" for i in steps))
-    notes = import_logs([tmp_path / "logs"], tmp_path / "runs").notes
-    assert [note for note in notes if "begins" in note] == [
-        "second.log begins at step 8, inside first.log; if it continues that run, join the files, else they count as two seeds"
-    ]
-
-
 def test_steps_and_losses_are_read_through_colours_quotes_and_separators(tmp_path):
     text = (
         "\x1b[32mstep 1_000\x1b[0m: loss \x1b[31m3.0\x1b[0m\r10%| | step 1,010/5,000 loss=2.9\r{'loss': 2.8, 'step': 1020}\n"
@@ -412,29 +403,6 @@ def test_tokens_and_micro_batches_are_no_steps(tmp_path):
     rows = [{"_step": i, "train_step": 10 * i, "train/loss": 3.0} for i in range(3)]
     path = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     assert one(path) == {"train_loss": {0: 3.0, 10: 3.0, 20: 3.0}}, "`_step` counts calls of `log`"
-
-
-def test_files_of_one_training_are_one_seed(tmp_path):
-    losses = {step: 5 - step / 100 + math.sin(step) / 50 for step in range(200)}
-    written(tmp_path / "a" / "out.log", "".join(f"step {s} loss {losses[s]:.4f}\n" for s in range(0, 200, 10)))
-    written(tmp_path / "a" / "m.csv", "step,loss\n" + "".join(f"{s},{loss}\n" for s, loss in losses.items()))
-    for rank in (0, 1):
-        rows = "".join(f"step {s} loss {loss + rank / 50:.4f}\n" for s, loss in losses.items())
-        written(tmp_path / "b" / f"rank{rank}.log", rows)
-    result = import_logs([tmp_path / "a", tmp_path / "b"], tmp_path / "runs", name="n")
-    names = [run.info["log"]["name"] for run in result.runs]
-    assert names == ["m.csv", "rank0.log"]
-    assert any("with the losses of another log of their setting: out.log" in note for note in result.notes)
-    assert any("b/rank1.log (another rank than 0)" in note for note in result.notes)
-
-
-def test_logs_that_are_no_seeds_of_one_setting_are_pointed_out(tmp_path):
-    for version, (first, rate) in enumerate(((0, 0.1), (60, 0.2))):
-        rows = "".join(f"0,{step},{5 - step / 100},{rate}\n" for step in range(first, first + 51, 10))
-        written(tmp_path / "logs" / f"version_{version}" / "metrics.csv", "epoch,step,train_loss,lr\n" + rows)
-    notes = import_logs([tmp_path / "logs"], tmp_path / "runs", name="n").notes
-    assert any("version_1 begins at step 60, after the end of version_0" in note for note in notes)
-    assert any("learning rates of its runs reach 0.1 to 0.2 but count as seeds" in note for note in notes)
 
 
 def test_files_with_one_name_are_named_by_their_folders(tmp_path):

@@ -2,7 +2,8 @@
 
     logs/base/a.log  logs/base/b.log  logs/shared/a.log      settings `base` (seeds 0 and 1) and `shared` (seed 0)
 
-A folder is a setting and a file is a seed; a table may name both in columns. The runs of one import are one experiment.
+A folder is a setting and a file is a seed; a table may name both in columns. Runs that name their seeds keep them. The runs of one
+import are one experiment.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ROWS = 500_000  # of one telemetry file
 LOCK, NEW_S = "import.lock", 60.0
 TOLD = 12  # reasons and files that a note lists
 SHARED, PRINTED = 5, 5.1e-5  # losses that must be equal, and the rounding of four digits
+SEED = re.compile(r"(?<![a-z])seed[\s_=-]*(\d+)", re.IGNORECASE)  # in a path or a name
 RANK = re.compile(r"(rank[\s:=_.-]*)0*[1-9]\d*", re.IGNORECASE)  # of a distributed process, in a file's name
 ADVICE = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "compressed; unpack it")
 
@@ -59,6 +61,7 @@ class _LogRun:
     path: Path
     form: str
     curves: dict[str, Curve]
+    seed: str  # empty if the log does not name it
 
     @property
     def last(self) -> int:
@@ -116,10 +119,7 @@ def import_logs(
         labels = [_registered(architecture) if architecture else log.setting or name for log in logs]
     logs, labels = _distinct(logs, labels, notes)
     notes += _continuing(logs, labels)
-    seeds, counts = [], Counter[str]()
-    for label in labels:
-        seeds.append(counts[label])
-        counts[label] += 1
+    seeds = _seeds(logs, labels)
     names = _run_names(name, labels, seeds)
     taken = [place for run in names if (place := place_of(runs, run)).exists()]
     if taken:
@@ -194,7 +194,10 @@ def _read(places: Sequence[Path], progress: Progress | None) -> tuple[list[_LogR
         folder = os.path.relpath(home.parent, common) if home != common else "."
         for (setting, run), curves in runs:
             own = "/".join(part for part in (folder if folder not in (".", "..") else "", setting) if part)
-            logs.append(_LogRun(own, run if setting else f"{home.name}{run}", home, reader.name, curves))
+            seed = numbers.parameters.get((setting, run), {}).get("seed") or "/".join(
+                dict.fromkeys(SEED.findall(f"{where}/{setting}/{run}"))
+            )
+            logs.append(_LogRun(own, run if setting else f"{home.name}{run}", home, reader.name, curves, seed))
         many = len(sources) > TOLD
         where, (counts, skipped) = f"{where} ({reader.name})", (Counter[str](), Counter[str]())
         if many:
@@ -307,6 +310,14 @@ def _selected(logs: Sequence[_LogRun], wanted: Mapping[str, str], notes: list[st
     if left := len(logs) - len(labels):
         notes.append(f"left out: {left:,} runs that --architecture does not name")
     return [logs[i] for i in sorted(labels)], [labels[i] for i in sorted(labels)]
+
+
+def _seeds(logs: Sequence[_LogRun], labels: Sequence[str]) -> list[int]:
+    """Return the seeds that the logs name, if all name one and no setting has one twice; else numbers in the order of a setting."""
+    named = [int(float(log.seed)) if re.fullmatch(r"\d{1,9}(\.0)?", log.seed) else -1 for log in logs]
+    if -1 not in named and len({*zip(labels, named, strict=True)}) == len(named):
+        return named
+    return [labels[:i].count(label) for i, label in enumerate(labels)]
 
 
 def _run_names(name: str, labels: Sequence[str], seeds: Sequence[int]) -> list[str]:

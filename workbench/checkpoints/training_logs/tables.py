@@ -89,6 +89,8 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
         setting = "/".join(labels[name] for name in map(plain_name, row) if name in SETTINGS and name in labels)
         identity = [labels[name] for name in RUNS if name in labels][:1]
         run = " ".join(dict.fromkeys([*identity, *(text for name, text in labels.items() if name == "seed")]))
+        if "seed" in labels:
+            numbers.parameters[setting, run] = {"seed": labels["seed"]}
         if (epoch := _number(labels.get("epoch"))) is not None:
             numbers.note_epoch(epoch, at, (setting, run))
         own = {name: text for name, text in labels.items() if name != plain_name(step) and _is_setting(name)}
