@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,7 @@ RELATIVES = ("neutreno", "denseformer")
 SLOWER = 0.05  # of the step time, before it counts as slower
 UNSTEADY = 1.5  # ratio of a model's step times over its seeds, above which they measure the machine's load
 MARKS = (1, 2.5, 5, 10, 20, 40)  # training tokens per parameter
+EQUAL = 1.05  # ratio of tokens per parameter up to which sizes count as trained alike
 LARGER = 0.02  # share of more parameters, from which on a lower loss may be theirs
 
 
@@ -89,7 +90,9 @@ class Tuning:
             return "learning rates unknown"
         if self.rates < RATES:
             return "one learning rate, tuned for neither"
-        on = f", chosen on seed {listed(list(map(str, self.seeds)))}, which is not reported" if self.seeds else ""
+        many = len(self.seeds) > 1
+        chosen = f"seed{'s' * many} {listed(list(map(str, self.seeds)))}, which {'are' if many else 'is'} not reported"
+        on = f", chosen on {chosen}" if self.seeds else ""
         edge = f"; the best rate of {listed(self.edges)} is the smallest or the largest tried" if self.edges else ""
         return f"each at its best of {self.rates} learning rates{on}{edge}"
 
@@ -197,41 +200,62 @@ def _course(pair: Evidence, model: str) -> str:
     return f"; mean difference during training {values} tokens per parameter" if marks else ""
 
 
-def _saving(pair: Evidence, model: str, size: str) -> Verdict:
+@dataclass
+class Points:
+    """Last losses of both models and of the control at every size of a group of runs, each at its best learning rate."""
+
+    losses: list[pd.DataFrame] = field(default_factory=list)
+    tunings: list[Tuning] = field(default_factory=list)
+    compared: list[pd.DataFrame] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, text: Evidence, runs: pd.DataFrame, size: str, by: Sequence[str]) -> Points:
+        """Collect the points; `by` are the settings that tell sizes apart. The size is the Transformer's."""
+        points = cls()
+        for _, rows in runs[runs[size].notna()].groupby([*by], dropna=False):
+            one = replace(text, runs=rows, sweeps=text.runs, settings=[], compared=[])
+            try:
+                pair, tuning = at_best_rates(one, "transformer", RESFORMERS, also=(SCALED,))
+                losses = pair.losses().groupby(["model", "seed"], as_index=False)[["value"]].mean(skipna=False)
+            except InsufficientEvidence as reason:
+                points.left_out.append(f" Left out: {rows[size].median():,.0f} {size}. {reason}")
+                continue
+            at = pair.runs.loc[pair.runs["model"] == "transformer", size].iloc[0]
+            points.losses.append(losses.rename(columns={"value": "loss"}).assign(size=at))
+            points.tunings.append(tuning)
+            points.compared += one.compared
+        return points
+
+
+def _saving(text: Evidence, size: str, points: Points) -> Verdict:
     """Judge the share of parameters or tokens that is saved at equal loss, by every form of the curve."""
-    shown = _savings(pair, model, size, "transformer")
-    if not shown:
+    text.compared.extend(points.compared)
+    losses = pd.concat(points.losses)
+    by_model = dict(list(losses.groupby("model")))
+    model = next(name for name in RESFORMERS if name in by_model)
+    tuning = Tuning(
+        min(t.rates for t in points.tunings),
+        tuple(dict.fromkeys(seed for t in points.tunings for seed in t.seeds)),
+        tuple(dict.fromkeys(edge for t in points.tunings for edge in t.edges)),
+    )
+    against = {
+        base: {form: i for form, i in savings_intervals(by_model[model], by_model[base]).items() if not math.isnan(i.value)}
+        for base in ("transformer", SCALED) if base in by_model
+    }  # fmt: skip
+    if not against["transformer"]:
         raise InsufficientEvidence(f"The losses do not fall with the number of {size}, so no curve can be read.")
-    parts = "; ".join(f"{name} {share(i)}" for name, i in shown.items())
-    scaled = _savings(pair, model, size, SCALED) if SCALED in pair.models else {}
-    beside = f"for that of {model_name(SCALED)}: {'; '.join(f'{name} {share(i)}' for name, i in scaled.items())}"
+    shown, scaled = against["transformer"], against.get(SCALED, {})
+    parts, halved = ("; ".join(f"{name} {share(i)}" for name, i in each.items()) for each in (shown, scaled))
+    beside = f"of those of {model_name(SCALED)}: {halved}" if scaled else f"{model_name(SCALED)} has no such curve"
+    sizes = losses["size"]
     sentence = (
-        f"{model_name(model)} needs fewer {size} for the Transformer's loss by, form by form: {parts}; "
-        f"{beside if scaled else f'the control, {model_name(SCALED)}, was not trained'}. The forms differ on the same numbers, and at "
-        "this size the method is shown, not the published figure."
+        f"At the Transformer's last loss {model_name(model)} saves this share of the Transformer's {size}, by form of the curve: {parts}; "
+        f"{beside}; {tuning}; {sizes.nunique()} trainings of {sizes.min():,.0f} to {sizes.max():,.0f} {size}. The forms differ on the "
+        f"same numbers, and at this size the method is shown, not the published figure.{''.join(points.left_out)}"
     )
     also = {f"{name}, against {model_name(SCALED)}": i for name, i in scaled.items()}
-    return judged(shown, 1, sentence, "share", also=also, doubt=not scaled)
-
-
-def _savings(pair: Evidence, model: str, size: str, baseline: str) -> dict[str, Interval]:
-    """Share of parameters or tokens saved at the baseline's loss, by form of the curve, each model at its best rate of a size."""
-    losses = pair.losses().groupby(["run", "model"], as_index=False)["value"].mean(skipna=False)
-    losses = losses.merge(pair.runs[["run", size, "seed", "lr"]].rename(columns={size: "size"}), on="run")
-    losses = losses[losses["model"].isin([model, baseline])]
-    both = losses.groupby(["size", "lr"])["model"].transform("nunique") == 2
-    losses = losses[both]  # a rate that one had alone would favour it
-    means = losses.groupby(["model", "size", "lr"])["value"].transform(
-        "mean", skipna=False
-    )  # a broken run's rate is not the best
-    best = losses[means == means.groupby([losses["model"], losses["size"]]).transform("min")]
-    tables = (best[best["model"] == name].rename(columns={"value": "loss"}) for name in (model, baseline))
-    return {name: i for name, i in savings_intervals(*tables).items() if not math.isnan(i.value)}
-
-
-def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
-    both = [set(pair.runs.loc[pair.runs["model"] == m, size].dropna()) for m in (model, "transformer")]
-    return len(both[0] & both[1])
+    return judged(shown, 1, sentence, "share", also=also, doubt=not scaled or tuning.edges)
 
 
 @claim(
@@ -245,14 +269,22 @@ def _shared_sizes(pair: Evidence, model: str, size: str) -> int:
 )  # fmt: skip
 def fewer_parameters(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss with fewer parameters."""
-    sizes = ("n_layers", "d_model", "n_heads", "d_mlp", "lr")
-    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, ignoring=sizes)
-    model = pair.first_of(RESFORMERS)
-    if _shared_sizes(pair, model, "parameters") < 2:
-        raise InsufficientEvidence(
-            "Needs both models at two sizes or more, on equal data and recipe; one size is here."
-        )
-    return _saving(pair, model, "parameters")
+    sizes, text = ("n_layers", "d_model", "n_heads", "d_mlp"), evidence.of_task("text")
+    runs = (
+        replace(text, compared=[])
+        .comparable("transformer", RESFORMERS, ignoring=(*sizes, "steps", "warmup", "lr"))
+        .runs
+    )
+    budget = (runs["tokens"] / runs["parameters"]).sort_values()
+    alike = (budget > budget.shift() * EQUAL).cumsum().reindex(runs.index)
+    groups = [rows for key in (alike, runs["steps"]) for _, rows in runs.groupby(-key)]  # longer trainings first
+    points = max((Points.of(text, rows, "parameters", sizes) for rows in groups), key=lambda each: len(each.losses))
+    if len(points.losses) > 1:
+        return _saving(text, "parameters", points)
+    raise InsufficientEvidence(
+        "Needs both models at two sizes or more, on equal data and recipe, trained for as many tokens or as many tokens per parameter; "
+        "one size is here."
+    )
 
 
 @claim(
@@ -265,10 +297,13 @@ def fewer_parameters(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def fewer_tokens(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss after fewer training tokens."""
-    pair = evidence.of_task("text").comparable("transformer", RESFORMERS, ignoring=("steps", "warmup"))
+    text = evidence.of_task("text")
+    runs = replace(text, compared=[]).comparable("transformer", RESFORMERS, ignoring=("steps", "warmup", "lr")).runs
+    points = Points.of(text, runs, "tokens", ["steps"])
+    if len(points.losses) > 1:
+        return _saving(text, "tokens", points)
+    pair = text.comparable("transformer", RESFORMERS)
     model = pair.first_of(RESFORMERS)
-    if _shared_sizes(pair, model, "tokens") >= 2:
-        return _saving(pair, model, "tokens")
     if (pair.runs["lr_final"] != 1.0).any():
         raise InsufficientEvidence(
             "Needs runs of several lengths, or a constant learning rate: points inside one decaying schedule are not the "
