@@ -1,9 +1,17 @@
 """What a claim on the final loss needs before it is decided: budget, a flat end, warm-up, controls, tuning, whole studies."""
 
+import itertools
 import math
+import zlib
+from types import SimpleNamespace
 
 import pytest
-from planted import evidence, from_losses, judged, losses, per_layer, run, runs, with_losses
+from planted import evidence, from_losses, judged, losses, per_layer, row, run, runs, with_losses
+
+from workbench.claims import CLAIMS
+from workbench.claims.collect_evidence import run_facts
+from workbench.studies.study_file import find_study, read_study
+from workbench.studies.study_runs import StudyRun, sizes
 
 CLEAR = "the comparisons have the claimed sign"
 LEVELS = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.70}
@@ -280,3 +288,37 @@ def test_less_alike_tokens_that_halved_values_explain_are_not_supported():
             )
         ]
         assert judged("value_residuals_smooth_less", made, rows, losses(made, lambda of: 2.7)).status == status
+
+
+def planned(study):
+    """Facts of the runs that a study plans, and a loss of each that has come to rest; rates from a sweep are its middle ones."""
+    made = []
+    for seed in study.seeds:
+        for cell in study.cells:
+            one = StudyRun(study, cell, seed, "runs", False, "cpu", {"d_vocab": 1024})
+            (model, recipe), settings = sizes(one), cell.settings
+            recipe = recipe.replace(lr=2e-3) if study.rates_from else recipe
+            data = {"kind": "text", "hash": str(settings["data"]["texts"]), "bos": settings["data"].get("bos")}
+            made.append(run_facts(SimpleNamespace(
+                logged=False, observed=False, model=model, train=recipe, architecture=cell.architecture, seed=seed, name=one.name,
+                options=settings.get("options", {}), info={"data": data},
+            )))  # fmt: skip
+    luck = {of["run"]: zlib.crc32(of["run"].encode()) / 2**32 for of in made}
+    ends = {
+        of["run"]: 3 - 0.2 * math.log(of["parameters"]) + 0.01 * luck[of["run"]] + (of["lr"] in (1e-3, 4e-3))
+        for of in made
+    }
+    told = [
+        row(of, "validation_loss", ends[of["run"]] + above, step=int(of["steps"] * share))
+        for of in made for share, above in ((0, 3), (0.5, 0.1), (0.9, 0.001), (1, 0))
+    ]  # fmt: skip
+    return made, told, [row(of, "cache_bytes", 1000.0, step=of["steps"]) for of in made]
+
+
+def test_the_studies_for_a_gpu_test_every_claim_on_the_final_loss():
+    """All but three: one needs several lengths (shipped), one the weights that training writes, one 32,000 tokens of context."""
+    tables = [planned(read_study(find_study(name))) for name in ("gpu_rates", "gpu", "sizes", "gpu_relatives")]
+    made, told, cache = (list(itertools.chain(*rows)) for rows in zip(*tables, strict=True))
+    trained = evidence(made, cache, told)
+    untested = {n for n, claim in CLAIMS.items() if claim.final_loss and math.isnan(claim.judge(trained).p)}
+    assert untested == {"fewer_tokens", "denseformer_weights_have_structure", "better_than_grouped_heads_at_length"}
