@@ -65,7 +65,10 @@ def test_script_in_its_quick_form(name, shared, tmp_path, monkeypatch, capsys):
     assert len(table)
     assert "missing" not in table, "the quick form measures what its table shows"
     assert list(pd.read_csv(tmp_path / f"{name}.csv").columns) == list(table.columns)
-    assert "plotly" in (tmp_path / f"{name}.html").read_text().lower()
+    page = tmp_path / f"{name}.html"
+    drawn = name != "easier_optimisation"  # several rates are not averaged, and one seed makes no comparison
+    assert page.exists() == drawn
+    assert not drawn or "plotly" in page.read_text().lower()
 
 
 def test_scripts_cover_every_claim_once():

@@ -5,6 +5,9 @@ import math
 import pytest
 from planted import LAST, coefficients, evidence, from_losses, judged, losses, options, row, run, runs, with_losses
 
+from workbench.claims import CLAIMS
+from workbench.claims.judging import claim_figure
+
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +177,9 @@ def test_lengths_of_other_seeds_and_rates_make_curves_of_runs_at_their_best_rate
     assert table.loc[["offset", "offset, against halved values"], "value"].to_numpy() == pytest.approx(0.2, abs=0.02)
     assert "chosen on seeds 100, 101, 102 and 103, which are not reported" in found.sentence
     assert "4 trainings of 4,000,000 to 32,000,000 tokens" in found.sentence
+    figure, shown = claim_figure(CLAIMS["fewer_tokens"], found, evidence(made, (), told))
+    assert shown["comparison"].tolist() == list(table.index), "curves over steps would be means over lengths"
+    assert figure.layout.title.text.startswith("Fewer tokens")
     few = [of for of in made if of["seed"] not in (30, 31)]
     left = judged("fewer_tokens", few, (), told).sentence
     assert "3 trainings of 4,000,000 to 16,000,000 tokens" in left

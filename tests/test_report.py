@@ -59,6 +59,15 @@ def test_the_race_says_whether_counting_would_do(populated, tmp_path, shortest, 
     )
 
 
+@pytest.mark.slow
+def test_the_loss_of_a_text_is_drawn_whatever_its_run_is_called(populated, tmp_path):
+    dashboard.copied(populated / "text-resformer-s1", tmp_path / "mine")
+    dashboard.copied(next(populated.glob("race-*")), tmp_path / "text-of-another-task")
+    page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    domains = set(Run.open(tmp_path / "mine").telemetry().query("metric == 'validation_loss'")["data"])
+    assert set(re.findall(r"Validation loss, (\w+)\.", page)) == domains
+
+
 def test_the_report_averages_no_runs_of_two_experiments():
     """A Transformer that reads no start token is no fourth seed of those that do."""
     entries = [

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
 from workbench.claims.concentration import against_loss
-from workbench.claims.evidence import TELEMETRY
+from workbench.claims.evidence import SETTING, TELEMETRY
 from workbench.claims.published_numbers import differences_by_budget, published_differences
 from workbench.claims.verdict import InsufficientEvidence, corrected
 from workbench.errors import UnknownName, WorkbenchError
@@ -70,6 +70,12 @@ def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go
             return nothing
         return (plots.against_loss_figure(rows), rows) if len(rows) else nothing
     part = evidence.of_runs(evidence.runs[evidence.runs["run"].isin(verdict.runs)])
+    values = part.runs.groupby(["model", "T"])[[*SETTING]].nunique(dropna=False)
+    if (values > 1).any(axis=None):  # curves would be means over settings
+        numbers = verdict.adjusted()
+        if not {"comparison", "value", "low", "high"} <= set(numbers):
+            return nothing
+        return plots.intervals(numbers, claim.name.replace("_", " ").capitalize(), verdict.setting), numbers
     if metric == "loss_difference":
         rows = differences_by_budget(part.runs, part.curves())
         if len(rows):

@@ -57,10 +57,11 @@ def labelled(text: str) -> str:
 
 def setting_of(runs: pd.DataFrame) -> str:
     """Return the common settings of the compared runs in words, with ranges for differing ones; empty for no runs."""
-    seeds = runs.groupby("model")["seed"].nunique()
+    seeds = runs.groupby(["model", "steps"], dropna=False)["seed"].nunique()  # lengths may have seeds of their own
+    models = runs["model"].nunique()
     least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
     many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
-    parts = [f"{many} of {len(seeds)} model{'s' * (len(seeds) > 1)}"] if len(seeds) else []
+    parts = [f"{many} of {models} model{'s' * (models > 1)}"] if models else []
     runs = runs.assign(budget=runs["tokens"] / runs["parameters"])
     for column, form in WORDS.items():
         values = sorted(runs[column].dropna().unique())

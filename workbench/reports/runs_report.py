@@ -103,7 +103,8 @@ def write_report(runs: Path, out: Path) -> Path:
         if len(ablated := frame[frame["metric"] == "value_ablation"]):
             caption = "Validation loss when values are replaced by their mean per token, or by zero."
             page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
-    _beside(page, frame, telemetry)
+    of_text = {entry.name for entry in entries if entry.kind not in ("repeated", "backcopy")}
+    _beside(page, frame, telemetry, telemetry[telemetry["run"].isin(of_text)])
     shown = {RACE} if len(losses) else set()
     shown |= {VALUES} if len(share) else set()
     others = [j for name, j in judged.items() if name not in shown]
@@ -134,9 +135,8 @@ def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
     return {entry.name: named(entry) for entry in entries}
 
 
-def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame) -> None:
+def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame, text: pd.DataFrame) -> None:
     page.add(heading("Other measures"))
-    text = telemetry[telemetry["run"].str.startswith("text")]
     for domain, rows in text[text["metric"] == "validation_loss"].groupby("data"):
         page.add(page.figure(plots.plot(rows), f"Validation loss, {domain}."), numbers_html(rows))
     for metric, (caption, site) in BESIDE.items():
