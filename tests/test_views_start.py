@@ -142,6 +142,29 @@ def test_the_finding_has_the_intervals_that_the_claim_judges(shipped):
 
 
 @pytest.mark.slow
+def test_losses_are_compared_at_each_models_best_rate_as_the_claim_compares_them(tmp_path):
+    """Whichever rate is asked for: seed 100 chose the rates, five other seeds are compared, and the curves are of these runs."""
+    for study in ("losses20", "losses20_rates"):
+        for run in unpacked(SHIPPED / "evidence" / study).glob("losses20*"):
+            (tmp_path / run.name).symlink_to(run)
+    source = Source(tmp_path)
+    found = [main_result.finding(source, link("finding", set=group)) for group in source.catalogue().groups]
+    evidence, _ = stored(source.catalogue().entries)
+    (claim,) = chosen(claims=["lower_loss"])
+    judged = claim.judge(evidence).table.set_index("comparison")
+    for result in found:
+        plain = result.plain["resformer"]
+        assert (plain.value, plain.low, plain.n) == pytest.approx((*judged.loc["all domains", ["value", "low"]], 5))
+        assert {entry.seed for entry in result.runs} == {0, 1, 2, 3, 4}
+        assert (
+            "Each at its best of 5 learning rates, chosen on seed 100, which is not reported: Transformer 0.006"
+            in main_result.method(result)
+        )
+    drawing = main_result.finding_curves(source, link("finding", set=found[0].group))
+    assert set(drawing.table["run"]) == {entry.name for entry in found[0].runs}
+
+
+@pytest.mark.slow
 def test_two_seeds_find_nothing_and_one_model_has_no_finding(shipped, tmp_path, monkeypatch):
     group = main_result.finding(shipped, link("finding")).group
     for entry in shipped.group(link("finding", set=group)):

@@ -159,7 +159,7 @@ def _finding(link: Link) -> None:
         for view in (main_result.finding_differences, main_result.finding_curves):
             with st.container():
                 show(view, link)
-    compared = cached_source().catalogue().groups[result.group]
+    compared = result.runs
     rows = main_result.logged_rows(cached_source(), compared, [result.outcome.quantity])
     st.session_state["drawn"].append(Drawn(link, rows, {}))
     with st.container(horizontal=True, key="next"):

@@ -1,8 +1,8 @@
 """The main result of the Start page: the best replicated comparison with the Transformer, in one sentence and two figures.
 
 A fixed rule chooses the experiment: copying before loss, then most paired seeds, then most runs. Among several learning rates it
-takes the rate with the lowest final loss of the Transformer. All models of the experiment are compared with the Transformer, with
-Holm's correction for their number.
+takes the rate with the lowest final loss of the Transformer. Losses after training at three rates or more are compared at each model's
+best rate, as claims are. All models of the experiment are compared with the Transformer, with Holm's correction for their number.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import pandas as pd
 
 from workbench import plots
 from workbench.claims.final_loss_conditions import TESTED, tokens_per_parameter
-from workbench.claims.verdict import Verdict, interval_table, judge_differences, with_adjusted
+from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judge_differences, with_adjusted
+from workbench.claims.verdict_wording import RATES
 from workbench.errors import WorkbenchError
 from workbench.file_io import digest
 from workbench.models.architecture_names_and_colours import architecture_label
+from workbench.plots.training_and_gradient_figures import curves
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.statistics.censored import censored, compare_steps
@@ -86,6 +88,10 @@ class Finding:
     verdicts: dict[str, Verdict]
     budget: float = math.nan
     """Fewest training tokens per parameter of its runs, where losses are compared; NaN if unknown."""
+    runs: tuple[Entry, ...] = ()
+    """The compared runs."""
+    tuning: str = ""
+    """How each model's learning rate was chosen, where they have rates of their own."""
 
     @property
     def seeds(self) -> tuple[int, int]:
@@ -147,13 +153,14 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
         losses[name] = float(rows["value"].mean()) if len(rows) else math.inf
     best = min(losses, key=lambda name: (losses[name], name))
     selected = best if by_rule else group
+    runs, tuning = experiments[selected], ""
     if outcome is COPYING:  # per seed: `at`, and `formed`, which is False for a run that never copied
-        rows = formation_steps(source.telemetry(experiments[selected], [outcome.quantity]))
+        rows = formation_steps(source.telemetry(runs, [outcome.quantity]))
         rows = rows.assign(**censored(rows["formation_step"], rows["last_step"]))
     else:
-        rows = (
-            _final(source, experiments[selected], outcome.quantity).rename(columns={"value": "at"}).assign(formed=True)
-        )
+        if len(rates) >= RATES:
+            runs, tuning = _at_best_rates([e for name in rates for e in experiments[name]]) or (runs, "")
+        rows = _final(source, runs, outcome.quantity).rename(columns={"value": "at"}).assign(formed=True)
     by_model = rows.groupby("architecture")
     outcomes = {str(n): part.groupby("seed").agg({"at": "mean", "formed": "all"}) for n, part in by_model}
     base = outcomes.get(VANILLA, pd.DataFrame(columns=["at", "formed"]))
@@ -169,8 +176,27 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
     if outcome is LOSS:
         from workbench.claims.collect_evidence import run_facts  # imports torch
 
-        budget = tokens_per_parameter(pd.DataFrame([run_facts(Run.open(e.path)) for e in experiments[selected]]))
-    return Finding(outcome, selected, title, rates, best, intervals, plain, never, verdicts, budget)
+        budget = tokens_per_parameter(pd.DataFrame([run_facts(Run.open(e.path)) for e in runs]))
+    return Finding(
+        outcome, selected, title, rates, best, intervals, plain, never, verdicts, budget, tuple(runs), tuning
+    )
+
+
+def _at_best_rates(runs: Sequence[Entry]) -> tuple[list[Entry], str] | None:
+    """Return the runs at each model's best learning rate and how it was chosen, by the rule of claims; None if they cannot be compared."""
+    from workbench.claims.collect_evidence import stored  # imports torch
+    from workbench.claims.loss import at_best_rates
+
+    evidence, _ = stored(runs)
+    try:
+        group, tuning = at_best_rates(evidence, VANILLA, also=[name for name in evidence.models if name != VANILLA])
+    except InsufficientEvidence:
+        return None
+    if tuning.rates < RATES:
+        return None
+    rates = group.runs.groupby("model")["lr"].first()
+    each = ", ".join(f"{architecture_label(name)} {rates[name]:g}" for name in plots.ordered(rates.index))
+    return [e for e in runs if e.name in set(group.runs["run"])], f"{str(tuning).capitalize()}: {each}."
 
 
 def _final(source: Source, runs: Sequence[Entry], quantity: str) -> pd.DataFrame:
@@ -244,7 +270,9 @@ def method(result: Finding) -> str:
             f"Never below it: {_never(result)}. They count with their last step in the means; the verdict is a log-rank "
             "permutation test, without an interval."
         )
-    if len(result.rates) > 1:
+    if result.tuning:
+        sentences.append(result.tuning)
+    elif len(result.rates) > 1:
         rate, best = result.rates[result.group], result.rates[result.best]
         lowest = f"the lowest final loss of the Transformer among {len(result.rates)} rates"
         other = f"Learning rate {rate:g}, chosen here; {best:g} has {lowest}."
@@ -261,9 +289,12 @@ def finding_curves(source: Source, link: Link) -> Drawing:
     """Loss of every model of the main result's experiment over training."""
     check_part(link, "finding")
     result = finding(source, link)
-    curves = training.copy_loss if result.outcome is COPYING else training.validation_loss
-    drawing = curves(source, Link("training", {"set": result.group}))
-    return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+    if result.outcome is COPYING:
+        drawing = training.copy_loss(source, Link("training", {"set": result.group}))
+        return replace(drawing, figure=plots.narrow(drawing.figure, HALF_PAGE), sentence="")
+    rows = source.telemetry(result.runs, [result.outcome.quantity])
+    rows = mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()])
+    return Drawing(plots.narrow(curves([rows], title="Validation loss"), HALF_PAGE), rows)
 
 
 @view("start")
