@@ -63,16 +63,17 @@ intervals:
 
 {budgets}
 - **At 20** ResFormer leads and halved values do not, so the path itself helps. Training is unfinished there: the loss still falls
-  by 0.029 nats over the last tenth of the steps. At the same point of the longer runs halved values lead too, and by more than
-  ResFormer.
+  by 0.029 nats over the last tenth of the steps. At the same point of the runs of 100, halved values lead too (-0.059
+  [-0.073, -0.045]), and by more than ResFormer (-0.036 [-0.060, -0.011]).
 - **At 50 and at 100** five seeds resolve no lead. At 100 a gain above 0.063 nats is excluded; the published gains of 0.01 to 0.03 are not.
-- **At 140** ResFormer meets all three conditions and is *unresolved*. With the rates of 50 tokens per parameter halved values end lowest.
-  The Transformer's rate of 0.006 is too high there: at 0.0015 the same five seeds end 0.063 nats lower [0.022, 0.103]. Then neither
-  model ends below the Transformer.
+  This page used to have ResFormer behind at 50 (+0.031 [-0.024, +0.085]), and behind halved values (+0.045 [+0.015, +0.075]). It had the
+  best rate of 20 tokens per parameter there, 0.012. At 0.006, the best one at 50, the same seeds end 0.050 nats lower [0.013, 0.086].
+- **At 140** ResFormer meets all three conditions and is *unresolved*. With the rates of 50 tokens per parameter (`losses140`) it ended
+  -0.038 nats from the Transformer [-0.084, +0.009], and halved values lowest (-0.059 [-0.088, -0.029]). The Transformer's rate of 0.006
+  is too high there: at 0.0015 the same five seeds end 0.063 nats lower [0.022, 0.103]. Then neither model ends below the Transformer.
 - **One seed is little to choose a rate on.** It chose 0.0015 for halved values too, where five seeds end 0.020 nats higher
-  [0.015, 0.026] than at 0.003. So ResFormer's lead over halved values in the row above is one of rates. At the better of the two
-  rates tried on five seeds, the losses are 3.351 nats (Transformer), 3.355 (halved values),
-  3.355 (ResFormer) and 3.368 (SVFormer).
+  [0.015, 0.026] than at 0.003. So ResFormer's lead over halved values in the last row is one of rates. At the better of the two
+  rates tried on five seeds, the losses are 3.351 nats (Transformer), 3.355 (halved values), 3.355 (ResFormer) and 3.368 (SVFormer).
 - **SVFormer** is unresolved at 100. At 140, with the rates chosen there, it ends 0.025 nats above the Transformer [0.012, 0.038] and
   equal to halved values (+0.000 [-0.023, +0.024]). As published, its loss is lower at first (-0.022 nats [-0.031, -0.013]) and ends
   higher. In all 5 seeds its validation loss is below the Transformer's at step 1,600 and above it at step 4,800. At a rate of 0.003

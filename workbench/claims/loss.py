@@ -236,7 +236,7 @@ def _saving(text: Evidence, size: str, points: Points) -> Verdict:
     model = next(name for name in RESFORMERS if name in by_model)
     tuning = Tuning(
         min(t.rates for t in points.tunings),
-        tuple(dict.fromkeys(seed for t in points.tunings for seed in t.seeds)),
+        tuple(dict.fromkeys(str(seed) for t in points.tunings for seed in t.seeds)),
         tuple(dict.fromkeys(edge for t in points.tunings for edge in t.edges)),
     )
     against = {
