@@ -152,6 +152,10 @@ def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share
     assert found.setting.startswith("3 seeds of 3 models")
     assert "comparable settings" not in found.sentence
     assert (found.table.loc[found.table["comparison"] == "all domains", "n"] == 3).all()
+    rates_alone = [of for of in made if of["model"] != "values_scaled" or of["seed"] == 4]
+    left = judged("lower_loss", rates_alone, (), told)
+    assert "the control, halved values, was not trained" in left.sentence, "of seeds that are reported"
+    assert left.table.set_index("comparison").loc["all domains", "value"] == found.table["value"].iloc[0]
 
 
 @pytest.mark.slow
@@ -300,7 +304,8 @@ def planned(study):
             recipe = recipe.replace(lr=2e-3) if study.rates_from else recipe
             data = {"kind": "text", "hash": str(settings["data"]["texts"]), "bos": settings["data"].get("bos")}
             made.append(run_facts(SimpleNamespace(
-                logged=False, observed=False, model=model, train=recipe, architecture=cell.architecture, seed=seed, name=one.name,
+                logged=False, observed=False, device="cpu", precision="float32", model=model, train=recipe,
+                architecture=cell.architecture, seed=seed, name=one.name,
                 options=settings.get("options", {}), info={"data": data},
             )))  # fmt: skip
     luck = {of["run"]: zlib.crc32(of["run"].encode()) / 2**32 for of in made}

@@ -125,6 +125,12 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     best = best_rates(tried[tried["seed"].isin(choosing)])
     reported = runs[(runs["lr"] == runs["model"].map(best)) & ~runs["seed"].isin(choosing)]
     enough = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0) >= MIN_SEEDS
+    lacking = [name for name in also if not enough.get(name, True)]
+    if (
+        lacking and enough.drop(lacking).all() and len(choosing) < MIN_SEEDS
+    ):  # further models with rates alone hide no comparison
+        text.compared.pop()
+        return at_best_rates(text, *wanted, also=[name for name in also if name not in lacking])
     apart = enough.all()
     if 0 < len(choosing) < MIN_SEEDS and not apart and best.keys() >= set(names):
         absent = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
