@@ -17,31 +17,31 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_196  # lines of Python in workbench/ and app/
+TOTAL = 59_648  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
-    "workbench/checkpoints": 4_347,
-    "workbench/claims": 4_034,
+    "workbench/checkpoints": 4_560,
+    "workbench/claims": 4_084,
     "workbench/cli": 1_503,
     "workbench/data": 1_631,
-    "workbench/interventions": 2_520,
+    "workbench/interventions": 2_521,
     "workbench/jobs": 431,
     "workbench/kernels": 957,
     "workbench/measurement": 1_136,
     "workbench/metrics": 1_809,
-    "workbench/models": 6_184,
-    "workbench/observing": 8_520,
+    "workbench/models": 6_211,
+    "workbench/observing": 8_540,
     "workbench/plots": 3_348,
-    "workbench/prompts": 3_125,
+    "workbench/prompts": 3_127,
     "workbench/reports": 1_543,
-    "workbench/runs": 2_385,
-    "workbench/sklearn": 629,
-    "workbench/statistics": 580,
+    "workbench/runs": 2_434,
+    "workbench/sklearn": 633,
+    "workbench/statistics": 587,
     "workbench/storage": 888,
-    "workbench/studies": 888,
-    "workbench/training": 1_777,
-    "workbench/views": 5_717,
+    "workbench/studies": 900,
+    "workbench/training": 1_808,
+    "workbench/views": 5_753,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

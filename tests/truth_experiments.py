@@ -241,7 +241,8 @@ def value_ablation(world):
             change[how] = world.losses(ids, instead("own_v", group, swap)) - plain
             rows[at(site="own_v", layer=layer, variant=how)] = change[how]
         zero, token = float(change["zero"].mean()), float(change["token_mean"].mean())
-        rows[at(site="own_v", layer=layer, variant="kept")] = 1 - token / zero if zero > 0 else math.nan
+        clear = zero > 2 * float(change["zero"].std()) / math.sqrt(len(change["zero"]))
+        rows[at(site="own_v", layer=layer, variant="kept")] = 1 - token / zero if clear else math.nan
     return rows
 
 
