@@ -287,6 +287,7 @@ def fewer_parameters(evidence: Evidence) -> Verdict:
     points = max((Points.of(text, rows, "parameters", sizes) for rows in groups), key=lambda each: len(each.losses))
     if len(points.losses) > 1:
         return _saving(text, "parameters", points)
+    text.comparable("transformer", RESFORMERS)  # names the runs that are here
     raise InsufficientEvidence(
         "Needs both models at two sizes or more, on equal data and recipe, trained for as many tokens or as many tokens per parameter; "
         "one size is here."

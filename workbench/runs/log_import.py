@@ -119,7 +119,11 @@ def import_logs(
         labels = [_registered(architecture) if architecture else log.setting or name for log in logs]
     logs, labels = _distinct(logs, labels, notes)
     notes += _continuing(logs, labels)
-    seeds = _seeds(logs, labels)
+    seeds = [int(float(log.seed)) if re.fullmatch(r"\d{1,9}(\.0)?", log.seed) else -1 for log in logs]
+    if -1 in seeds or len({*zip(labels, seeds, strict=True)}) < len(
+        seeds
+    ):  # not all name one, or a setting has one twice
+        seeds = [labels[:i].count(label) for i, label in enumerate(labels)]
     names = _run_names(name, labels, seeds)
     taken = [place for run in names if (place := place_of(runs, run)).exists()]
     if taken:
@@ -310,14 +314,6 @@ def _selected(logs: Sequence[_LogRun], wanted: Mapping[str, str], notes: list[st
     if left := len(logs) - len(labels):
         notes.append(f"left out: {left:,} runs that --architecture does not name")
     return [logs[i] for i in sorted(labels)], [labels[i] for i in sorted(labels)]
-
-
-def _seeds(logs: Sequence[_LogRun], labels: Sequence[str]) -> list[int]:
-    """Return the seeds that the logs name, if all name one and no setting has one twice; else numbers in the order of a setting."""
-    named = [int(float(log.seed)) if re.fullmatch(r"\d{1,9}(\.0)?", log.seed) else -1 for log in logs]
-    if -1 not in named and len({*zip(labels, named, strict=True)}) == len(named):
-        return named
-    return [labels[:i].count(label) for i, label in enumerate(labels)]
 
 
 def _run_names(name: str, labels: Sequence[str], seeds: Sequence[int]) -> list[str]:

@@ -116,7 +116,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
 
 @lru_cache(4096)
 def _parents(experiment: Path, changed: int) -> dict[str, str]:
-    """Return the parent of each child run in the folder of an experiment."""
+    """Return the parents of an experiment's child runs by child."""
     tags = experiment.glob("*/tags/mlflow.parentRunId")
     return {tag.parents[1].name: read_text(tag).strip() for tag in tags}
 

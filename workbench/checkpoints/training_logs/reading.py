@@ -222,7 +222,7 @@ class LogNumbers:
                 yield (setting, name), self._finished(part, name or self.path.name, (setting, run) in self.ended)
 
     def _counts_epochs(self, run: tuple[str, str], steps: np.ndarray) -> bool:
-        """Return whether each step, of three or more, is that of an epoch, by a column or by the number of epochs."""
+        """Return whether three or more steps count epochs, by a column or by the number of epochs."""
         number = {text for name, text in self.parameters.get(run, {}).items() if name.lower() in EPOCHS}
         one_each = (
             str(len(steps)) in number and np.array_equal(steps, steps[0] + np.arange(len(steps))) and steps[0] < 2
@@ -261,7 +261,7 @@ class LogNumbers:
         return parts
 
     def _one_value_per_step(self, curves: dict[str, Curve], ended: bool) -> dict[str, Curve]:
-        """Return the curves by step with the last value of each step, without evaluations after the end of the training."""
+        """Return the curves with the last value of each step, without evaluations after the training."""
         single = {}
         for name, (steps, values) in curves.items():
             order = np.argsort(steps, kind="stable")

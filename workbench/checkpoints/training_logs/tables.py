@@ -95,7 +95,9 @@ def read_table(path: Path, numbers: LogNumbers) -> None:
             numbers.note_epoch(epoch, at, (setting, run))
         own = {name: text for name, text in labels.items() if name != plain_name(step) and _is_setting(name)}
         starts.setdefault((setting, run), _Starts(path, at, at, own)).next_row(at, own)
-        split = next((labels[name] for name in SPLITS if name in labels), "") or _evaluation(labels)
+        flags = [word for name, word in FLAGS.items() if labels.get(name, "").lower() in ("true", "1", "1.0")]
+        evaluations = [cell for cell in labels.values() if cell.lower() in EVALUATIONS]
+        split = next(iter([labels[name] for name in SPLITS if labels.get(name)] + flags + evaluations), "")
         if labels.keys() & SUMMARIES:
             numbers.ended.add((setting, run))
         for name, value in row.items():
@@ -151,12 +153,6 @@ class _Starts:
                 f"{self.path}: the steps begin again where {' and '.join(names)} changes; name this column 'setting', 'run' or 'seed', "
                 "or leave out its rows or the column"
             )
-
-
-def _evaluation(labels: Mapping[str, str]) -> str:
-    """Return the evaluation that a row names in any cell or flag, such as `val`; empty for other rows."""
-    flags = [word for name, word in FLAGS.items() if labels.get(name, "").lower() in ("true", "1", "1.0")]
-    return next(iter(flags + [cell for cell in labels.values() if cell.lower() in EVALUATIONS]), "")
 
 
 def _column(path: Path, name: str, step: str, numbers: LogNumbers) -> tuple[str, str] | None:

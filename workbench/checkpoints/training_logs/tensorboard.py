@@ -60,7 +60,7 @@ def _read(path: Path, numbers: LogNumbers) -> None:
 
 
 def _name(tag: str, part: re.Match[str] | None) -> str:
-    """Return a tag's name, with that of its folder for a plain loss."""
+    """Return a tag's name, after its folder's name for a plain loss."""
     return f"{part['name']}/{tag}" if part and plain_name(tag) == "loss" else tag
 
 

@@ -53,7 +53,7 @@ def of_micro_batches(curves: Mapping[str, Curve]) -> str:
 def drop_other_counters(
     tables: dict[str, Sequence[np.ndarray]], times: Mapping[str, np.ndarray], skipped: Counter[str]
 ) -> None:
-    """Drop quantities whose steps differ from those of the most frequent quantity at the same time.
+    """Drop quantities with other steps than the most frequent quantity has at the same time.
 
     They count epochs, samples or tokens, or were logged without a step, which trackers store as step 0.
 
