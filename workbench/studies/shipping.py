@@ -134,7 +134,8 @@ Shipped = tuple[dict[str, Any], dict[str, pd.DataFrame]]
 
 
 def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
-    """Description and tables of a run: losses per document at both ends, of long trainings at most 800 training losses.
+    """Description and tables of a run: losses per document at both ends, of long trainings at most 800 training losses
+    and 80 values of each trained coefficient.
 
     The speed ships as its median over the run, at the last step that has one: it is logged at any step, and readers take the median.
     """
@@ -145,10 +146,12 @@ def _shipped(run: Run, study: str, metrics: Collection[str]) -> Shipped:
     written = run.telemetry(f"metric in {WRITTEN}")
     every = COARSE * max(run.train.steps // 4_000, 1) if run.train.steps > MANY else 1
     pace = written["metric"] == "tokens_per_second"
-    median, last = written.loc[pace, ["value", "step"]].agg({"value": "median", "step": "max"})
-    written = written.assign(value=written["value"].mask(pace, median))
-    fine = written["metric"].isin(["copy_loss", "validation_loss", "coefficient"]) | written["variant"].notna()
-    kept = (~pace & (fine | (written["step"] % every == 0))) | (pace & (written["step"] == last))
+    written = written.assign(value=written["value"].mask(pace, written.loc[pace, "value"].median()))
+    fine = written["metric"].isin(["copy_loss", "validation_loss"]) | written["variant"].notna()
+    ends_too = written["metric"].isin(["tokens_per_second", "coefficient"])
+    last = ends_too & (written["step"] == written.groupby("metric")["step"].transform("max"))
+    spacing = written["metric"].map({"coefficient": COARSE * every if every > COARSE else 1}).fillna(every)
+    kept = last | (~pace & (fine | (written["step"] % spacing == 0)))
     tables = {
         "records": frame, "samples": ends[ends["provenance"].isin(set(frame["provenance"]))],
         "telemetry": written[kept],
