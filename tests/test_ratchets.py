@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_641  # lines of Python in workbench/ and app/
+TOTAL = 59_644  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -39,7 +39,7 @@ LINES = {
     "workbench/sklearn": 633,
     "workbench/statistics": 587,
     "workbench/storage": 888,
-    "workbench/studies": 900,
+    "workbench/studies": 903,
     "workbench/training": 1_808,
     "workbench/views": 5_753,
 }
