@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_644  # lines of Python in workbench/ and app/
+TOTAL = 59_645  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -41,7 +41,7 @@ LINES = {
     "workbench/storage": 888,
     "workbench/studies": 903,
     "workbench/training": 1_808,
-    "workbench/views": 5_753,
+    "workbench/views": 5_754,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

@@ -72,7 +72,7 @@ def beside_scaled(
 ) -> tuple[dict[str, Interval], str]:
     """Return the difference from the control with halved values, by name and in words."""
     if SCALED not in pair.models:
-        return {}, f"; the control, {model_name(SCALED)}, was not trained"
+        return {}, f"; the control, {model_name(SCALED)}, was not trained on these seeds"
     name, minus = f"minus {model_name(SCALED)}", pair.difference(rows, model, SCALED)
     return {name: minus}, f"; {name} {minus} {unit}"
 
