@@ -126,9 +126,7 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     reported = runs[(runs["lr"] == runs["model"].map(best)) & ~runs["seed"].isin(choosing)]
     enough = reported.groupby("model")["seed"].nunique().reindex(names, fill_value=0) >= MIN_SEEDS
     lacking = [name for name in also if not enough.get(name, True)]
-    if (
-        lacking and enough.drop(lacking).all() and len(choosing) < MIN_SEEDS
-    ):  # further models with rates alone hide no comparison
+    if lacking and enough.drop(lacking).all() and len(choosing) < MIN_SEEDS:  # these have the choosing seed alone
         text.compared.pop()
         return at_best_rates(text, *wanted, also=[name for name in also if name not in lacking])
     apart = enough.all()
@@ -276,11 +274,8 @@ def _saving(text: Evidence, size: str, points: Points) -> Verdict:
 def fewer_parameters(evidence: Evidence) -> Verdict:
     """A value residual reaches the vanilla Transformer's loss with fewer parameters."""
     sizes, text = ("n_layers", "d_model", "n_heads", "d_mlp"), evidence.of_task("text")
-    runs = (
-        replace(text, compared=[])
-        .comparable("transformer", RESFORMERS, ignoring=(*sizes, "steps", "warmup", "lr"))
-        .runs
-    )
+    ignoring = (*sizes, "steps", "warmup", "lr")
+    runs = replace(text, compared=[]).comparable("transformer", RESFORMERS, ignoring=ignoring).runs
     budget = (runs["tokens"] / runs["parameters"]).sort_values()
     alike = (budget > budget.shift() * EQUAL).cumsum().reindex(runs.index)
     groups = [rows for key in (alike, runs["steps"]) for _, rows in runs.groupby(-key)]  # longer trainings first

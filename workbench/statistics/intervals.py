@@ -18,9 +18,7 @@ from workbench.errors import BadData
 LEVEL = 0.95
 """Confidence level. Read through the functions below, so that changing it here changes intervals, tests and sentences alike."""
 RESAMPLES = 2000
-FEW_DOCUMENTS = (
-    16  # fewer documents get Student's t interval, as seeds do: bootstrapped ones of 2 cover 51 %, of 5 88 %
-)
+FEW_DOCUMENTS = 16  # fewer get Student's t interval, as seeds do: bootstrapped ones of 2 cover 51 %, of 5 88 %
 MIN_SEEDS = 3  # fewer seeds decide nothing
 
 
