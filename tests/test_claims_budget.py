@@ -6,7 +6,7 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
-from planted import evidence, from_losses, judged, losses, per_layer, row, run, runs, with_losses
+from planted import LAST, evidence, from_losses, judged, losses, options, per_layer, row, run, runs, with_losses
 
 from workbench.claims import CLAIMS
 from workbench.claims.collect_evidence import run_facts
@@ -93,6 +93,77 @@ def test_a_best_rate_at_the_end_of_the_grid_leaves_the_claim_open():
     found = judged("lower_loss", made, (), told)
     assert found.status == "unresolved"
     assert "is the smallest or the largest tried" in found.sentence
+
+
+WEIGHT = "resformer[lambda_own=1.0,lambda_v1={}]"
+AT_BEST = {  # models by claim, with their options
+    "value_path_is_the_place": ("transformer", "resformer", "values_scaled", "residual_q", "residual_hidden"),
+    "first_layer_is_the_source": (
+        ("resformer", {"source_layer": 0, "layers": [1, 2, 3]}),
+        ("resformer[layers=[2, 3]]", {"source_layer": 0, "layers": [2, 3]}),
+        ("resformer[source_layer=1]", {"source_layer": 1, "layers": [2, 3]}),
+    ),
+    "late_layers_profit": (
+        ("resformer_sparse", {"layers": [2, 3]}), ("resformer_sparse[layers=[0, 1]]", {"layers": [0, 1]})
+    ),
+    "robust_to_its_weight": (
+        "transformer", *((WEIGHT.format(w), {"lambda_own": 1.0, "lambda_v1": w}) for w in (0.2, 1.0, 2.0, 5.0))
+    ),
+    "exclusive_heads_lower_the_loss": ("transformer", "exclusive_attention"),
+    "half_the_cache_for_a_small_penalty": ("transformer", "svformer", "gqa", "cla"),
+    "sharing_values_hurts_least": ("share_v", "share_k", "share_q"),
+    "half_of_the_heads_can_share_the_first_values": ("skip_v1", "transformer"),
+    "reuse_by_token_beats_constant_reuse": ("satformer", "resformer"),
+    "deep_values_can_be_looked_up": ("bank_of_values", "transformer"),
+    "denseformer_weights_have_structure": ("transformer", "denseformer"),
+    "attention_residuals_lower_the_loss": ("attention_residuals", "transformer"),
+    "averages_by_content_beat_fixed_ones": ("attention_residuals", "denseformer"),
+    "ahead_of_relatives": ("resformer", "neutreno", "denseformer"),
+    "lower_loss": ("transformer", "values_scaled", "resformer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", AT_BEST)
+def test_models_are_compared_at_their_best_rates(claim):
+    """Seed 4 tries four rates, and three seeds have two of them. Between models of one rate the difference would be 0.1 larger."""
+    made, told = [], []
+    for i, named in enumerate(AT_BEST[claim]):
+        name, chosen = (named, {}) if isinstance(named, str) else named
+        best = 4e-3 if i else 2e-3
+        facts = [(4, lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)] + [(seed, lr) for lr in (2e-3, 4e-3) for seed in range(3)]
+        of_model = [run(name, seed, lr=lr, options=options(**chosen)) for seed, lr in facts]
+        told += losses(of_model, lambda of, at=2.7 + 0.01 * i, best=best: at + 0.1 * (of["lr"] != best), ("a",))
+        made += of_model
+    rows = [row(of, "cache_bytes", 1000.0 * (0.625 if of["model"] == "svformer" else 1), step=LAST) for of in made]
+    alpha = [(f"alpha_{j}", n) for n in range(4) for j in range(n + 2)]
+    dense = [of for of in made if of["model"] == "denseformer"]
+    told += [row(of, "coefficient", 0.1, layer=n, part=part) for of in dense for part, n in alpha]
+    found = judged(claim, made, rows, told)
+    assert "each at its best of 4 learning rates, chosen on seed 4, which is not reported" in found.sentence
+    in_nats = found.table[found.table["unit"] == "nats"]
+    assert in_nats["value"].abs().max() <= 0.041
+    assert set(in_nats["n"]) == {3}
+
+
+def test_every_claim_on_the_final_loss_is_among_them():
+    others = {
+        "fewer_parameters", "fewer_tokens", "not_merely_easier_optimisation",  # have tests of their own
+        "better_than_grouped_heads_at_length",  # 16,384 tokens
+    }  # fmt: skip
+    assert {name for name, claim in CLAIMS.items() if claim.final_loss} == {*AT_BEST, *others}
+
+
+def test_a_rival_at_one_rate_does_not_leave_the_others_untuned():
+    made, told = [], []
+    for name, best in (("transformer", 2e-3), ("resformer", 4e-3), ("values_scaled", 4e-3), ("residual_q", 4e-3)):
+        tried = [run(name, 4, lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)] + [run(name, s, lr=best) for s in range(3)]
+        told += losses(tried, lambda of, best=best: 2.7 + 0.1 * (of["lr"] != best), ("a",))
+        made += tried
+    untuned = runs("residual_hidden", lr=2e-3)
+    found = judged("value_path_is_the_place", [*made, *untuned], (), [*told, *losses(untuned, lambda of: 2.5, ("a",))])
+    assert "not trained: key residual, attention-pattern residual, hidden residual" in found.sentence
+    assert "left out, for too few rates or seeds: hidden residual" in found.sentence
+    assert found.table["value"].abs().max() < 0.01
 
 
 def _tuned(best, edge=4e-3):

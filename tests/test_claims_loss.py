@@ -286,6 +286,13 @@ def test_first_layer_is_the_source(second, status):
     assert found.table["value"].tolist() == pytest.approx([2.70 - second, 2.70 - 2.76])
     assert "into layers 1, 2 and 3 minus" in found.sentence
     assert "differ in their number of layers" in found.sentence
+    alike = with_losses({"resformer[layers=[2, 3]]": 2.73}, options=options(source_layer=0, layers=[2, 3]))
+    found = judged("first_layer_is_the_source", first + alike[0], (), told + alike[1])
+    table = found.table.set_index("comparison")
+    assert table.loc[
+        "source layer 0 into layers 2 and 3 - source layer 1 into layers 2 and 3", "value"
+    ] == pytest.approx(2.73 - second)
+    assert "differ in their number of layers" not in found.sentence, "a comparison with equal layers is here"
 
 
 @pytest.mark.parametrize(

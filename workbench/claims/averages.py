@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step
-from workbench.claims.loss import ends_lower
+from workbench.claims.loss import at_best_rates, ends_lower
 from workbench.claims.registry import claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
@@ -28,7 +28,7 @@ SOURCES = 3  # of a place, before their ranks say anything
 )  # fmt: skip
 def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     """DenseFormer lowers the loss with averages of a common structure: strong diagonal, embedding added early and removed late."""
-    pair = evidence.of_task("text").comparable("transformer", "denseformer")
+    pair, tuning = at_best_rates(evidence.of_task("text"), "transformer", "denseformer")
     gain = pair.difference(pair.losses(), "denseformer")
     weights = at_last_step(pair.of_model(pair.written("coefficient"), "denseformer"))
     if weights.empty:
@@ -48,9 +48,10 @@ def denseformer_weights_have_structure(evidence: Evidence) -> Verdict:
     }
     sentence = (
         f"DenseFormer: {intervals_text({'loss': gain, **weights_of})} (the loss in nats minus the Transformer's; expected -, +, +, -; "
-        f"weights start at 0 off the diagonal){seeds_note(gain)}, {last + 1} blocks."
+        f"weights start at 0 off the diagonal){seeds_note(gain)}, {last + 1} blocks; {tuning}."
     )
-    return judged({"loss": gain}, (-1, 1, 1, -1), sentence, "weight", {"loss": "nats"}, also=weights_of)
+    units = {"loss": "nats"}
+    return judged({"loss": gain}, (-1, 1, 1, -1), sentence, "weight", units, also=weights_of, doubt=tuning.edges)
 
 
 @claim(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
 from workbench.claims.evidence import Evidence
+from workbench.claims.loss import Tuning, at_best_rates
 from workbench.claims.registry import claim
 from workbench.claims.sinks import SINK_SEEDS, gated, logarithms, strongest_mass
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
@@ -32,13 +35,16 @@ Measured = Callable[[Evidence, str], Mapping[str, Interval]]
 def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     """Heads that may not write their own token's value end at a lower loss, the more the longer the text."""
     model = "exclusive_attention"
-    text = evidence.of_task("text").comparable("transformer", model, ignoring=("T", "batch"))
-    leads: dict[float, pd.Series] = {}
-    for length, pair in text.by_setting("T", "transformer", model):
-        losses = pair.losses()
-        both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
-        if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
-            leads[length] = lead
+    text = evidence.of_task("text")
+    alike = replace(text, compared=[]).comparable("transformer", model, ignoring=("T", "batch", "lr"))
+    leads, tunings = dict[float, pd.Series](), dict[str, Tuning]()
+    for length, runs in alike.runs.groupby("T"):
+        with contextlib.suppress(InsufficientEvidence):
+            pair, tuning = at_best_rates(text.of_runs(runs), "transformer", model)
+            losses = pair.losses()
+            both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
+            if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
+                leads[float(str(length))], tunings[str(tuning)] = lead, tuning
     if not leads:
         raise InsufficientEvidence(f"Needs transformer and {model} trained under equal conditions.")
     first, last = min(leads), max(leads)
@@ -47,8 +53,9 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     note = "" if longer else "; whether it grows with length needs runs of several"
     few = seeds_note(next(iter(parts.values())))
     numbers = intervals_text({**parts, **longer})
-    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers} nats{few}{note}."
-    return judged(parts, -1, sentence, "nats", also=longer, doubt=not longer)
+    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers} nats{few}{note}; {'; '.join(tunings)}."
+    doubt = not longer or any(tuning.edges for tuning in tunings.values())
+    return judged(parts, -1, sentence, "nats", also=longer, doubt=doubt)
 
 
 def _beside_sinks(

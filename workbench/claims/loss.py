@@ -79,11 +79,16 @@ def beside_scaled(
 
 @dataclass(frozen=True)
 class Tuning:
-    """How learning rates were chosen: number of rates, seeds of the choice, and models whose best rate is an extreme of the grid."""
+    """How learning rates were chosen.
+
+    `rates` is the number of rates, and `seeds` made the choice. `edges` are models whose best rate is an extreme of the grid, `untuned`
+    models that are left out, since they have too few rates or seeds.
+    """
 
     rates: int
     seeds: tuple[object, ...] = ()
     edges: tuple[str, ...] = ()
+    untuned: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.rates:
@@ -94,7 +99,8 @@ class Tuning:
         chosen = f"seed{'s' * many} {listed(list(map(str, self.seeds)))}, which {'are' if many else 'is'} not reported"
         on = f", chosen on {chosen}" if self.seeds else ""
         edge = f"; the best rate of {listed(self.edges)} is the smallest or the largest tried" if self.edges else ""
-        return f"each at its best of {self.rates} learning rates{on}{edge}"
+        absent = f"; left out, for too few rates or seeds: {listed(self.untuned)}" if self.untuned else ""
+        return f"each at its best of {self.rates} learning rates{on}{edge}{absent}"
 
 
 def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[str] = ()) -> tuple[Evidence, Tuning]:
@@ -107,9 +113,14 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     """
     sweep = replace(text, settings=[], compared=[]).comparable(*wanted, ignoring=("lr",))
     names = [sweep.first_of((w,) if isinstance(w, str) else w) for w in wanted]
-    names = list(dict.fromkeys([*names, *(name for name in also if name in sweep.models)]))
-    rates = [set(sweep.runs.loc[sweep.runs["model"] == name, "lr"].dropna()) for name in names]
-    shared = set.intersection(*rates)
+    rates = sweep.runs.dropna(subset="lr").groupby("model")["lr"].agg(set)
+    shared = set.intersection(*(rates.get(name, set()) for name in names))
+    untuned = list[str]()  # further models with so few of the rates that they would leave the others untuned
+    for name in (name for name in dict.fromkeys(also) if name in sweep.models and name not in names):
+        if len(both := shared & rates.get(name, set())) < min(RATES, len(shared)):
+            untuned.append(model_name(name))
+        else:
+            names, shared = [*names, name], both
     if len(shared) < RATES:
         pair = text.comparable(*wanted, control=also[0] if also else None)
         if "rates" not in pair.runs:
@@ -128,7 +139,8 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     lacking = [name for name in also if not enough.get(name, True)]
     if lacking and enough.drop(lacking).all() and len(choosing) < MIN_SEEDS:  # these have the choosing seed alone
         text.compared.pop()
-        return at_best_rates(text, *wanted, also=[name for name in also if name not in lacking])
+        pair, tuning = at_best_rates(text, *wanted, also=[name for name in also if name not in lacking])
+        return pair, replace(tuning, untuned=(*tuning.untuned, *map(model_name, lacking)))
     apart = enough.all()
     if 0 < len(choosing) < MIN_SEEDS and not apart and best.keys() >= set(names):
         absent = listed([f"{model_name(name)} at {best[name]:g}" for name in enough.index[~enough]])
@@ -146,7 +158,8 @@ def at_best_rates(text: Evidence, *wanted: str | Sequence[str], also: Sequence[s
     beside = compared[compared["model"].isin(names) & compared["model"].isin(also)]
     text.compared[-1:] = [r[r["run"].isin(compared["run"])].assign(rates=len(shared)) for r in text.compared[-1:]]
     text.compared.append(beside.assign(beside=True))
-    return sweep.of_runs(compared), Tuning(len(shared), tuple(map(int, choosing)) if apart else (), edges)
+    seeds = tuple(map(int, choosing)) if apart else ()
+    return sweep.of_runs(compared), Tuning(len(shared), seeds, edges, tuple(untuned))
 
 
 def ends_lower(evidence: Evidence, model: str, *rivals: str | Sequence[str]) -> Verdict:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence, at_last_step
-from workbench.claims.loss import beside_scaled, ends_lower
+from workbench.claims.loss import Tuning, at_best_rates, beside_scaled, ends_lower
 from workbench.claims.registry import PAPER, RESFORMERS, SCALED, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.verdict_wording import intervals_text, listed, model_name, seeds_note
@@ -32,15 +32,17 @@ WEIGHTS = 4  # of lambda, before a sweep says anything of its optimum
 )  # fmt: skip
 def value_path_is_the_place(evidence: Evidence) -> Verdict:
     """The value path is where the residual helps: the same shortcut on queries, keys, attention or the hidden state does not."""
-    group = evidence.of_task("text").comparable("transformer", RESFORMERS, CONTROLS, control=SCALED)
+    text = evidence.of_task("text")
+    group, tuning = at_best_rates(text, "transformer", RESFORMERS, CONTROLS, also=(*CONTROLS, SCALED))
     model, losses = group.first_of(RESFORMERS), group.losses()
     intervals = group.differences(losses, model, ("transformer", *CONTROLS))
     scaled, told = beside_scaled(group, losses, model)
     missing = [model_name(name) for name in CONTROLS if name not in group.models]
     from_each = intervals_text({model_name(name): i for name, i in intervals.items()})
     untrained = f"; not trained: {', '.join(missing)}" if missing else ""
-    sentence = f"Loss of {model_name(model)} minus the loss of: {from_each} nats{seeds_note(intervals['transformer'])}{untrained}{told}."
-    return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled)
+    few = seeds_note(intervals["transformer"])
+    sentence = f"Loss of {model_name(model)} minus the loss of: {from_each} nats{few}{untrained}{told}; {tuning}."
+    return judged(intervals, -1, sentence, "nats", also=scaled, doubt=missing or not scaled or tuning.edges)
 
 
 def _with_options(evidence: Evidence, option: str) -> pd.DataFrame:
@@ -67,25 +69,41 @@ def _differs(models: pd.DataFrame, *options: str) -> pd.Series:
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     """The first layer's values are the right source; a later layer's values help less."""
     text = evidence.of_task("text")
-    later = _with_options(text, "source_layer").query("chosen > 0 and architecture == 'resformer'")
-    later = later[~_differs(later, "source_layer", "layers")]
+    fixed = _with_options(text, "source_layer").query("architecture == 'resformer'")
+    fixed = fixed[~_differs(fixed, "source_layer", "layers")]
+    fixed["layers"] = [tuple(json.loads(options).get("layers", ())) for options in fixed["options"]]
+    first, later = fixed[fixed["chosen"] == 0], fixed[fixed["chosen"] > 0]
     if later.empty:
         raise InsufficientEvidence(
             "Needs a value residual from another source: train resformer with --option source_layer=1 and 2."
         )
-    group = text.comparable("resformer", tuple(later["model"]))
+    into = later.set_index("model")["layers"]
+    alike = {
+        name: [m for m, layers in into.items() if layers == mine]
+        for name, mine in zip(first["model"], first["layers"], strict=True)
+    }
+    alike.pop("resformer", None)  # compared with every later source
+    group, tuning = at_best_rates(
+        text, "resformer", tuple(into.index), also=[*into.index, *(name for name in alike if alike[name])]
+    )
     losses, paths, counts = group.losses(), dict[str, str](), set[int]()
-    for name, source, options in _with_options(group, "source_layer")[["model", "chosen", "options"]].to_numpy():
-        layers = json.loads(options).get("layers", [])
+    for name, source, layers in fixed[fixed["model"].isin(group.models)][["model", "chosen", "layers"]].to_numpy():
         paths[name] = f"source layer {source:.0f}" + (
             f" into layers {listed(list(map(str, layers)))}" if layers else ""
         )
-        counts |= {len(layers)} if name in ("resformer", *later["model"]) else set()
-    intervals = {paths[m]: group.difference(losses, "resformer", m) for m in later["model"] if m in group.models}
-    note = seeds_note(next(iter(intervals.values())))
-    more = " The paths also differ in their number of layers." if len(counts) > 1 else ""
-    sentence = f"Loss with {paths.get('resformer', 'source layer 0')} minus that with {intervals_text(intervals, ', ')} nats{note}.{more}"
-    return judged(intervals, -1, sentence, "nats")
+        counts |= {len(layers)} if name == "resformer" or name in into else set()
+    parts = {paths[m]: group.difference(losses, "resformer", m) for m in into.index if m in paths}
+    matched = {
+        f"{paths[name]} - {paths[m]}": group.difference(losses, name, m)
+        for name, others in alike.items() if name in paths for m in others if m in paths
+    }  # fmt: skip
+    note = seeds_note(next(iter(parts.values())))
+    equal = f"; with equal layers, {intervals_text(matched)} nats" if matched else ""
+    more = " The paths also differ in their number of layers." if len(counts) > 1 and not matched else ""
+    start = (
+        f"Loss with {paths.get('resformer', 'source layer 0')} minus that with {intervals_text(parts, ', ')} nats{note}"
+    )
+    return judged({**parts, **matched}, -1, f"{start}{equal}; {tuning}.{more}", "nats", doubt=tuning.edges)
 
 
 @claim(
@@ -98,10 +116,14 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
 def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
     text = evidence.of_task("text")
-    intervals: dict[str, Interval] = {}
-    groups = []
+    intervals, groups, tunings = dict[str, Interval](), list[Evidence](), dict[str, Tuning]()
     for name, better, worse in _placements(text):
-        groups.append(group := text.comparable(better, worse))
+        try:
+            group, tuning = at_best_rates(text, better, worse)
+        except InsufficientEvidence:
+            continue  # not trained in the setting that is judged
+        groups.append(group)
+        tunings[str(tuning)] = tuning
         name = f"{name} ({better})" if name in intervals else name  # of another weight
         intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
@@ -122,7 +144,10 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
     units = {name: "weight per layer" for name in intervals if name.startswith("growth")}
     signs = [1 if name in units else -1 for name in intervals]
-    return judged(intervals, signs, f"{intervals_text(intervals, notes=True)}.{note}", "nats", units)
+    sentence = f"{'; '.join([intervals_text(intervals, notes=True), *tunings])}.{note}"
+    edges = any(tuning.edges for tuning in tunings.values())
+    doubt = edges or not any(name.startswith("late - early") for name in intervals)
+    return judged(intervals, signs, sentence, "nats", units, doubt=doubt)
 
 
 def _placements(text: Evidence) -> list[tuple[str, str, str]]:
@@ -164,7 +189,7 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
             f"Needs {WEIGHTS} weights or more at lambda_own=1, here {len(sweep)}: train resformer_constant with --option "
             f"lambda_v1=0.5 and so on."
         )
-    group = text.comparable("transformer", *sweep["model"])
+    group, tuning = at_best_rates(text, "transformer", *sweep["model"])
     losses = group.losses()
     by_weight = sweep.sort_values("chosen")[["model", "chosen"]].to_numpy().tolist()
     nearest = min(range(len(by_weight)), key=lambda i: abs(math.log(by_weight[i][1] / BEST_LAMBDA)))
@@ -175,9 +200,9 @@ def robust_to_its_weight(evidence: Evidence) -> Verdict:
     note = seeds_note(intervals[f"lambda {near[1]:g}"])
     sentence = (
         f"Loss minus the Transformer's: {intervals_text(intervals)} nats; the weight nearest to {BEST_LAMBDA:g} minus the ends "
-        f"of the grid: {intervals_text(apart)}{note}."
+        f"of the grid: {intervals_text(apart)}{note}; {tuning}."
     )
-    return judged({**intervals, **apart}, -1, sentence, "nats", doubt=len(apart) < len(ends))
+    return judged({**intervals, **apart}, -1, sentence, "nats", doubt=len(apart) < len(ends) or tuning.edges)
 
 
 @claim(

@@ -68,9 +68,11 @@ class Claim:
         only, _, _ = self._judge(replace(evidence, settings=settings))
         if len(settings) < 2:
             return only
-        each = []
+        each: list[tuple[tuple[bool, bool, bool, float], pd.DataFrame, Verdict]] = []
         for rows in settings:
             verdict, controlled, budget = self._judge(replace(evidence, settings=[], within=frozenset(rows["run"])))
+            if verdict.runs and verdict.runs in [earlier.runs for _, _, earlier in each]:
+                continue  # settings of one learning rate each, compared at the best of all
             tokens = float(np.nan_to_num(budget, nan=-1.0))
             rank = (math.isfinite(verdict.p), verdict.status in ("gated", *DECIDED), controlled, tokens)
             each.append((rank, rows[[*SETTING, "device"]], verdict))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from workbench.claims.evidence import Evidence
-from workbench.claims.loss import ends_lower
+from workbench.claims.loss import at_best_rates, ends_lower
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, interval_table, judged
 from workbench.claims.verdict_wording import intervals_text, listed, model_name, seeds_note
@@ -33,23 +35,27 @@ LOSSES = 3  # least losses in a window of which a crossing is read
 )  # fmt: skip
 def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
     """SVFormer halves the key-value cache for a small loss penalty."""
-    pair = evidence.of_task("text").comparable("transformer", "svformer")
+    text = evidence.of_task("text")
+    pair, tuning = at_best_rates(text, "transformer", "svformer")
     cache = pair.rows("cache_bytes")
     ratio = float(pair.by_seed(cache, "svformer").mean() / pair.by_seed(cache, "transformer").mean())
     depth = pair.fact("n_layers")
     expected = (depth + 1) / (2 * depth)
-    losses = pair.losses()
-    rivals = pair.differences(losses, "svformer", SAME_CACHE)
-    penalty = pair.difference(losses, "svformer")
-    against = _minus_each(rivals) or "no GQA or CLA of the same cache to compare with"
+    penalty = pair.difference(pair.losses(), "svformer")
+    rivals, edges, against = dict[str, Interval](), tuning.edges, "no GQA or CLA of the same cache to compare with"
+    with contextlib.suppress(InsufficientEvidence):  # these need not have the rates of the Transformer
+        same = replace(text, within=frozenset(pair.runs["run"]))
+        group, chosen = at_best_rates(same, "svformer", SAME_CACHE, also=SAME_CACHE)
+        rivals = group.differences(group.losses(), "svformer", SAME_CACHE)
+        against, edges = f"{_minus_each(rivals)} nats, {chosen}", (*edges, *chosen.edges)
     size = pair.of_models(["transformer"]).fact("parameters") / 1e6
     sentence = (
         f"Cache {ratio:.4f} of the decoder's ((L + 1) / (2 L) = {expected:.4f}); loss penalty {penalty} nats{seeds_note(penalty)}; "
-        f"{against}. At {size:.1f} M parameters, where the published penalty is smallest."
+        f"{tuning}; {against}. At {size:.1f} M parameters, where the published penalty is smallest."
     )
     wrong = not math.isclose(ratio, expected, rel_tol=1e-6)
     lead = penalty.value < 0  # no penalty at all: the decoder has not learned yet what its own values are for
-    return judged(rivals, -1, sentence, "nats", shown={"transformer": penalty}, wrong=wrong, doubt=lead)
+    return judged(rivals, -1, sentence, "nats", shown={"transformer": penalty}, wrong=wrong, doubt=lead or edges)
 
 
 def _minus_each(intervals: dict[str, Interval], *, notes: bool = False) -> str:
@@ -135,14 +141,14 @@ def races_by_seed(pair: Evidence) -> pd.DataFrame:
 )  # fmt: skip
 def better_than_grouped_heads_at_length(evidence: Evidence) -> Verdict:
     """At equal cache SVFormer beats grouped-query and cross-layer shared heads on long sequences."""
-    pair = evidence.of_task("text").comparable("svformer", SAME_CACHE)
+    pair, tuning = at_best_rates(evidence.of_task("text"), "svformer", SAME_CACHE, also=SAME_CACHE)
     losses, length = pair.losses(), pair.fact("T")
     rivals = pair.differences(losses, "svformer", SAME_CACHE)
-    sentence = f"At {length:,} tokens, loss of SVFormer {_minus_each(rivals, notes=True)} nats."
+    sentence = f"At {length:,} tokens, loss of SVFormer {_minus_each(rivals, notes=True)} nats; {tuning}."
     if length < LONG:
         sentence += f" The claim is about {LONG:,} tokens and more."
         raise InsufficientEvidence(sentence, table=interval_table(rivals, "nats"))
-    return judged(rivals, -1, sentence, "nats")
+    return judged(rivals, -1, sentence, "nats", doubt=tuning.edges)
 
 
 @claim(
@@ -154,9 +160,11 @@ def better_than_grouped_heads_at_length(evidence: Evidence) -> Verdict:
 )  # fmt: skip
 def sharing_values_hurts_least(evidence: Evidence) -> Verdict:
     """Sharing values between layers hurts less than sharing keys or queries."""
-    group = evidence.of_task("text").comparable("share_v", ("share_k", "share_q"))
-    others = group.differences(group.losses(), "share_v", ("share_k", "share_q"))
-    return judged(others, -1, f"Loss with shared values {_minus_each(others, notes=True)} nats.", "nats")
+    others = ("share_k", "share_q")
+    group, tuning = at_best_rates(evidence.of_task("text"), "share_v", others, also=others)
+    parts = group.differences(group.losses(), "share_v", others)
+    sentence = f"Loss with shared values {_minus_each(parts, notes=True)} nats; {tuning}."
+    return judged(parts, -1, sentence, "nats", doubt=tuning.edges)
 
 
 @claim(
