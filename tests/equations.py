@@ -45,7 +45,7 @@ PARTS = {  # name -> (family, its settings)
     "residual_q": ("residual_q", {"lambda_q1": 0.5, "lambda_q_own": 0.5}),
     "residual_k": ("residual_k", {"lambda_k1": 0.5, "lambda_k_own": 0.5}),
     "residual_attention": ("residual_attention", {"lambda_a1": 0.5, "lambda_a_own": 0.5, "attn_mix": "prob"}),
-    "residual_hidden": ("residual_hidden", {"lambda_h1": 1, "lambda_h_own": 1}),
+    "residual_hidden": ("residual_hidden", {"lambda_h1": 1, "lambda_h_own": 1, "once": False}),
     "value_embedding": (
         "value_embedding", {"value_tables": None, "lambda_table": 0.5, "lambda_own": 0.5, "decay_lambda": False}
     ),
@@ -325,7 +325,7 @@ def logits(name, weights, shape, ids, options):
         if streams:
             streams.write(outputs[-1])
             y = streams.read(2 * n + 2)
-        if "residual_hidden" in s and n < L - 1:
+        if "residual_hidden" in s and n < (1 if s["residual_hidden"]["once"] else L - 1):
             y = s["residual_hidden"]["lambda_h1"] * embedding + s["residual_hidden"]["lambda_h_own"] * y
         if "denseformer" in s and (n + 1) % s["denseformer"]["period"] == 0:
             dilation = s["denseformer"]["dilation"]

@@ -51,7 +51,7 @@ VARIANTS: dict[str, list] = {  # options of each, beside them the shape where it
         {"attn_mix": "prob", "lambda_a1": 0.3, "lambda_a_own": 0.9},
         {"attn_mix": "logit", "lambda_a1": 0.5, "lambda_a_own": 0.5},
         {"attn_mix": "logit", "lambda_a1": 0.3, "lambda_a_own": 0.9}],
-    "residual_hidden": [{}, {"lambda_h1": 0.3, "lambda_h_own": 0.7}],
+    "residual_hidden": [{}, {"lambda_h1": 0.3, "lambda_h_own": 0.7}, {"lambda_h1": 3.0, "once": True}],
     "value_embedding": [{}, ({}, {"n_layers": 7}), {"value_tables": 1, "lambda_table": 0.2, "lambda_own": 0.9}],
     "bank_of_values": [{}, ({}, {"n_layers": 7}), {"bank_layers": [0, 2]}, {"bank_gain": False},
         {"bank": "first", "bank_layers": [1, 3]}],

@@ -194,6 +194,10 @@ def test_half_the_cache(gqa, cache, status):
     found = judged("half_the_cache_for_a_small_penalty", made + other[0], rows, told + other[1])
     assert found.status == status
     assert "At 0.4 M parameters" in found.sentence
+    each = [one for one in rows if one["seed"] == 0]  # seeds do not differ in their cache
+    assert judged("half_the_cache_for_a_small_penalty", made, each, told).status == status
+    without = [one for one in rows if one["architecture"] != "svformer"]
+    assert judged("half_the_cache_for_a_small_penalty", made, without, told).status == "not_checkable"
 
 
 @pytest.mark.parametrize(

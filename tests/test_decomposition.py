@@ -69,6 +69,7 @@ def test_finer_parts_sum_to_coarser_ones(awake, any_architecture):
         ("resformer", {}, [1, 1, 1, 1, 1, 1, 1]),
         # x1 = h1 + E, x2 = h2 + E: the embedding arrives three times
         ("residual_hidden", {}, [3, 1, 1, 1, 1, 1, 1]),
+        ("residual_hidden", {"lambda_h1": 2.0, "once": True}, [3, 1, 1, 1, 1, 1, 1]),  # x1 = h1 + 2 E
         # x1 = 2 h1 + E / 2, x2 = 2 h2 + E / 2 with h2 = x1 + ...: 2 * 2.5 + 0.5 for the embedding
         ("residual_hidden", {"lambda_h1": 0.5, "lambda_h_own": 2.0}, [5.5, 4, 4, 2, 2, 1, 1]),
         ("cut_skip", {"cut": "attn"}, [0, 1, 1, 1, 1, 1, 1]),

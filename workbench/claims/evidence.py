@@ -151,15 +151,16 @@ class Evidence:
     def measured_on_all(self, metrics: Iterable[str], models: Sequence[str] = ()) -> tuple[Evidence, str]:
         """Leave out shipped studies that did not measure the metrics on all of their runs.
 
-        A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. The loss is exempt:
-        training writes it for every run. Returns the evidence, and a sentence that names the omitted studies.
+        A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. Exempt are the loss,
+        which training writes for every run, and the bytes of the cache, which do not depend on weights. Returns the evidence, and a sentence
+        that names the omitted studies.
         """
         runs = self.runs[self.runs["study"].fillna("") != ""]
         if runs.empty:
             return self, ""
         runs = runs[runs["architecture"].isin(models)] if models else runs
         lacking, parts = set[str](), list[str]()
-        for metric in (name for name in metrics if name != "loss"):
+        for metric in (name for name in metrics if name not in ("loss", "cache_bytes")):
             has = runs["run"].isin(self.kept.runs_with.get(metric, ()))
             able = (runs["T"] >= runs.loc[has, "T"].min()) & runs["task"].isin(runs.loc[has, "task"])
             for study, each in has[able].groupby(runs["study"]):

@@ -343,7 +343,7 @@ def same_cost(evidence: Evidence) -> Verdict:
     pair = evidence.measured().comparable("transformer", RESFORMERS, also=("device",))
     model = pair.first_of(RESFORMERS)
     cache = pair.rows("cache_bytes")
-    ratio = float(pair.by_seed(cache, model).mean() / pair.by_seed(cache, "transformer").mean())
+    ratio = float(pair.known(cache, model)["value"].mean() / pair.known(cache, "transformer")["value"].mean())
     size = pair.runs.groupby("model")["parameters"].mean()
     added = float(size[model] - size["transformer"])
     pace = pair.written("tokens_per_second")

@@ -38,7 +38,8 @@ def half_the_cache_for_a_small_penalty(evidence: Evidence) -> Verdict:
     text = evidence.of_task("text")
     pair, tuning = at_best_rates(text, "transformer", "svformer")
     cache = pair.rows("cache_bytes")
-    ratio = float(pair.by_seed(cache, "svformer").mean() / pair.by_seed(cache, "transformer").mean())
+    shared, own = (float(pair.known(cache, name)["value"].mean()) for name in ("svformer", "transformer"))
+    ratio = shared / own
     depth = pair.fact("n_layers")
     expected = (depth + 1) / (2 * depth)
     penalty = pair.difference(pair.losses(), "svformer")
