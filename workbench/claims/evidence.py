@@ -151,9 +151,9 @@ class Evidence:
     def measured_on_all(self, metrics: Iterable[str], models: Sequence[str] = ()) -> tuple[Evidence, str]:
         """Leave out shipped studies that did not measure the metrics on all of their runs.
 
-        A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. Exempt are the loss,
-        which training writes for every run, and the bytes of the cache, which do not depend on weights. Returns the evidence, and a sentence
-        that names the omitted studies.
+        A metric is not missing on a task that no run has it for, or on sequences shorter than any it was measured on. The loss, which
+        training writes for every run, and the bytes of the cache, which depend on no weights, are exempt. Returns the evidence, and a
+        sentence that names the omitted studies.
         """
         runs = self.runs[self.runs["study"].fillna("") != ""]
         if runs.empty:
