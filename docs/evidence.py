@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from workbench.claims import CLAIMS, QUESTIONS, STATUSES, stored_verdicts
+from workbench.claims import CLAIMS, QUESTIONS, STATUSES, Evidence, stored_verdicts
 from workbench.claims.collect_evidence import stored
 from workbench.claims.final_loss_conditions import tokens_per_parameter
-from workbench.claims.loss import RELATIVES, at_best_rates
+from workbench.claims.loss import at_best_rates
 from workbench.claims.registry import SCALED
 from workbench.claims.verdict import DECIDED, Verdict, expected_by_chance
 from workbench.claims.verdict_wording import model_name
@@ -139,26 +139,33 @@ def page(of: Mapping[str, Verdict]) -> str:
 
 
 def _by_budget() -> str:
-    """Return the differences of the losses at every budget, and the losses at the largest one, each model at its best rate."""
-    text, _ = stored([entry for entry in catalogue(EVIDENCE).entries if re.match(r"losses\d", entry.name)])
+    """Return the differences of the losses at every budget, and the losses where there are many models, each at its best rate."""
+    text, _ = stored([entry for entry in catalogue(EVIDENCE).entries if re.match(r"(losses|paths)\d", entry.name)])
     pairs = (("resformer", "transformer"), ("resformer", SCALED), ("svformer", "transformer"), (SCALED, "transformer"))
-    rows = [["tokens per parameter", *(f"{model_name(a)} - {model_name(b)}" for a, b in pairs), "rates chosen on"]]
+    rows, ends = (
+        [["tokens per parameter", *(f"{model_name(a)} - {model_name(b)}" for a, b in pairs), "rates chosen on"]],
+        "",
+    )
     for _, runs in text.runs.groupby("steps"):
         one = replace(text, runs=runs, sweeps=text.runs, settings=[], compared=[])
-        group, tuning = at_best_rates(
-            one, "transformer", "resformer", also=(SCALED, "svformer", *RELATIVES, "residual_hidden")
-        )
-        losses = group.losses()
+        group, tuning = at_best_rates(one, "transformer", "resformer", also=one.models)
+        losses, budget = group.losses(), f"{tokens_per_parameter(group.of_models(['transformer']).runs):.0f}"
         chosen = f"seed {tuning.seeds[0]}, {tuning.rates} rates"
-        apart = [_in_nats(group.difference(losses, *pair)) for pair in pairs]
-        rows.append([f"{tokens_per_parameter(runs):.0f}", *apart, chosen])
-    rate = group.runs.groupby("model")["lr"].first()
-    ends = [["model", "learning rate", "loss", "minus the Transformer's", "minus ResFormer's"]]
-    for name in group.models:
+        rows.append([budget, *(_in_nats(group.difference(losses, *pair)) for pair in pairs), chosen])
+        if len(group.models) > len({name for pair in pairs for name in pair}):
+            ends += f"\nThe losses at {budget} tokens per parameter, in nats:\n\n{_ends(group)}"
+    return f"{_table(rows)}{ends}"
+
+
+def _ends(group: Evidence) -> str:
+    losses, rate = group.losses(), group.runs.groupby("model")["lr"].first()
+    rows = [["model", "learning rate", "loss", "minus the Transformer's", "minus ResFormer's"]]
+    means = {name: group.by_seed(losses, name).mean() for name in group.models}
+    for name in sorted(means, key=lambda name: means[name]):
         bases = ("transformer", "resformer")
         apart = [_in_nats(group.difference(losses, name, base)) if name != base else "" for base in bases]
-        ends.append([model_name(name), f"{rate[name]:g}", f"{group.by_seed(losses, name).mean():.3f}", *apart])
-    return f"{_table(rows)}\nThe losses of the last row, in nats:\n\n{_table(ends)}"
+        rows.append([model_name(name), f"{rate[name]:g}", f"{means[name]:.3f}", *apart])
+    return _table(rows)
 
 
 def _in_nats(difference: Interval) -> str:
