@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 
 from workbench.claims.evidence import Evidence, model_mean, sound
+from workbench.claims.loss import at_best_rates
 from workbench.claims.registry import PAPER, claim
 from workbench.claims.verdict import InsufficientEvidence, Verdict, judged
 from workbench.claims.verdict_wording import intervals_text, model_name, seeds_note
@@ -42,10 +43,10 @@ def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
         start = mine.rows("cross_layer_approximation", step="first", variant=...).groupby("variant")["value"].mean()
         at_init = f" (at random init same-key {start['same_key']:.2f}, identity {start['identity']:.2f})"
     with contextlib.suppress(InsufficientEvidence):  # models that were trained with the approximations
-        group = evidence.of_task("text").comparable("transformer", TRAINED)
+        group, tuning = at_best_rates(evidence.of_task("text"), "transformer", TRAINED, also=TRAINED)
         losses = group.losses()
         minus = {model_name(m): group.difference(losses, m) for m in TRAINED if m in group.models}
-        trained = f"; trained so, loss minus the Transformer's: {intervals_text(minus, ', ')} nats"
+        trained = f"; trained so, loss minus the Transformer's: {intervals_text(minus, ', ')} nats, {tuning}"
     sentence = (
         f"Cosine with cross-layer attention: same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f}, the layer's own output "
         f"alone {own:.2f}{at_init}; same-key - identity by layer: {intervals_text(intervals, ', ')}{seeds_note(rows['seed'].nunique())}"
