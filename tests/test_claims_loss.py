@@ -174,7 +174,9 @@ def test_lengths_of_other_seeds_and_rates_make_curves_of_runs_at_their_best_rate
     assert found.status == "supported"
     table = found.table.set_index("comparison")
     assert table["n"].unique().tolist() == [3]
-    assert table.loc[["offset", "offset, against halved values"], "value"].to_numpy() == pytest.approx(0.2, abs=0.02)
+    assert table.loc[
+        ["power law above a floor", "power law above a floor, against halved values"], "value"
+    ].to_numpy() == pytest.approx(0.2, abs=0.02)
     assert "chosen on seeds 100, 101, 102 and 103, which are not reported" in found.sentence
     assert "4 trainings of 4,000,000 to 32,000,000 tokens" in found.sentence
     figure, shown = claim_figure(CLAIMS["fewer_tokens"], found, evidence(made, (), told))
@@ -330,7 +332,7 @@ def test_a_rate_at_which_a_run_broke_is_not_the_best_of_a_size():
 
     def saved(runs, rows):
         table = judged("fewer_parameters", runs, (), rows).table.set_index("comparison")
-        return table.loc["logarithm", ["n", "each"]].tolist()
+        return table.loc["linear in ln N", ["n", "each"]].tolist()
 
     broken = [of["run"] for of in made if of["lr"] == 2e-3 and of["seed"] == 1]
     left = saved(made, [r for r in told if r["run"] not in broken or r["step"] < LAST])

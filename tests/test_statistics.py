@@ -197,21 +197,21 @@ def test_the_cumulative_rate_sums_every_step_between_those_written_down():
 
 def test_savings_of_the_published_table_depend_on_the_form():
     found = savings(RESFORMER, VANILLA)
-    assert {k: round(100 * v, 1) for k, v in found.items() if k != "offset"} == {
-        "neighbours": 11.7, "logarithm": 11.2, "power": 11.1,
+    assert {k: round(100 * v, 1) for k, v in found.items() if k != "power law above a floor"} == {
+        "between two sizes": 11.7, "linear in ln N": 11.2, "power law": 11.1,
     }  # fmt: skip
-    assert math.isnan(found["offset"]), "three sizes do not test a curve of three parameters"
+    assert math.isnan(found["power law above a floor"]), "three sizes do not test a curve of three parameters"
 
 
 def test_curve_with_an_offset_meets_the_published_table(monkeypatch):
     monkeypatch.setattr(parameter_and_token_savings, "MIN_SIZES", 3)
-    assert savings(RESFORMER, VANILLA)["offset"] == pytest.approx(0.130, abs=5e-4)
+    assert savings(RESFORMER, VANILLA)["power law above a floor"] == pytest.approx(0.130, abs=5e-4)
 
 
-@pytest.mark.parametrize("form", ["power", "neighbours", "offset"])
+@pytest.mark.parametrize("form", ["power law", "between two sizes", "power law above a floor"])
 def test_savings_recover_a_planted_one_from_four_sizes(form):
     sizes = np.array([1.0, 2.0, 4.0, 16.0])
-    floor = 1.5 if form == "offset" else 0.0
+    floor = 1.5 if form == "power law above a floor" else 0.0
     base = pd.Series(floor + 3.0 * sizes**-0.3, index=sizes)
     method = pd.Series(floor + 3.0 * (sizes / 0.85) ** -0.3, index=sizes)
     assert savings(method, base)[form] == pytest.approx(0.15, abs=1e-3)
@@ -238,13 +238,13 @@ def planted(shift, spread):
 
 
 def test_savings_intervals_are_students_t_over_seeds():
-    clear = savings_intervals(planted(1.2, 0.002), planted(1.0, 0.002))["power"]
+    clear = savings_intervals(planted(1.2, 0.002), planted(1.0, 0.002))["power law"]
     assert (clear.sign, clear.n) == (1, 4)
     assert clear.low < 1 - 1 / 1.2 < clear.high
-    assert savings_intervals(planted(1.01, 0.1), planted(1.0, 0.1))["power"].sign == 0
+    assert savings_intervals(planted(1.01, 0.1), planted(1.0, 0.1))["power law"].sign == 0
     single = savings_intervals(planted(1.2, 0).query("seed == 0"), planted(1.0, 0))
-    assert math.isnan(single["power"].low)
-    assert single["power"].n == 1, "the seeds that both have"
+    assert math.isnan(single["power law"].low)
+    assert single["power law"].n == 1, "the seeds that both have"
 
 
 def test_shares_saved_are_symmetric_in_their_logarithms():
@@ -274,8 +274,8 @@ def test_a_target_is_read_between_the_sizes_around_it(target, pair):
 def test_two_sizes_are_enough_for_a_line():
     base, method = (pd.Series({s: 3.0 * (s / k) ** -0.3 for s in (1.0, 4.0)}) for k in (1.0, 0.85))
     found = savings(method, base)
-    assert (found["neighbours"], found["power"]) == pytest.approx((0.15, 0.15))
-    assert math.isnan(found["offset"])
+    assert (found["neighbours"], found["power law"]) == pytest.approx((0.15, 0.15))
+    assert math.isnan(found["power law above a floor"])
 
 
 def test_one_size_saves_nothing_that_can_be_said():

@@ -18,9 +18,9 @@ def savings(method: pd.Series, baseline: pd.Series) -> dict[str, float]:
     """Return the share of parameters (or tokens) saved at the loss of the baseline's largest size N, by form of the curve.
 
     The share is 1 - N'/N, where N' and N are the sizes at which the curves of the method and of the baseline have that loss. Both curves
-    are of one form, so that equal losses save nothing. The forms differ by several percentage points on the same numbers: `neighbours` is
-    linear in ln loss and ln N between two sizes, `logarithm` in loss and ln N; `power` is one line in ln loss and ln N; `offset` is
-    E + a N^-b (four sizes or more). NaN if a form cannot be fitted.
+    are of one form, so that equal losses save nothing. The forms differ by several percentage points on the same numbers: `between two sizes`
+    is linear in ln loss and ln N between two neighbours, `linear in ln N` in loss and ln N; `power law` is one line in ln loss and ln N;
+    `power law above a floor` is E + a N^-b (four sizes or more). NaN if a form cannot be fitted.
     """
     method, baseline = method.sort_index(), baseline.sort_index()
     shared = method.index.intersection(baseline.index)
@@ -61,14 +61,14 @@ def _offset(sizes: np.ndarray, losses: np.ndarray, target: float) -> float:
 
 
 FORMS: Mapping[str, Callable[[np.ndarray, np.ndarray, float], float]] = {
-    "neighbours": lambda sizes, losses, target: _line(
+    "between two sizes": lambda sizes, losses, target: _line(
         np.log(sizes[_around(losses, target)]), np.log(losses[_around(losses, target)]), math.log(target)
     ),
-    "logarithm": lambda sizes, losses, target: _line(
+    "linear in ln N": lambda sizes, losses, target: _line(
         np.log(sizes[_around(losses, target)]), losses[_around(losses, target)], target
     ),
-    "power": lambda sizes, losses, target: _line(np.log(sizes), np.log(losses), math.log(target)),
-    "offset": _offset,
+    "power law": lambda sizes, losses, target: _line(np.log(sizes), np.log(losses), math.log(target)),
+    "power law above a floor": _offset,
 }  # fmt: skip
 
 
