@@ -274,7 +274,7 @@ def test_a_target_is_read_between_the_sizes_around_it(target, pair):
 def test_two_sizes_are_enough_for_a_line():
     base, method = (pd.Series({s: 3.0 * (s / k) ** -0.3 for s in (1.0, 4.0)}) for k in (1.0, 0.85))
     found = savings(method, base)
-    assert (found["neighbours"], found["power law"]) == pytest.approx((0.15, 0.15))
+    assert (found["between two sizes"], found["power law"]) == pytest.approx((0.15, 0.15))
     assert math.isnan(found["power law above a floor"])
 
 

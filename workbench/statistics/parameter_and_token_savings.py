@@ -18,9 +18,14 @@ def savings(method: pd.Series, baseline: pd.Series) -> dict[str, float]:
     """Return the share of parameters (or tokens) saved at the loss of the baseline's largest size N, by form of the curve.
 
     The share is 1 - N'/N, where N' and N are the sizes at which the curves of the method and of the baseline have that loss. Both curves
-    are of one form, so that equal losses save nothing. The forms differ by several percentage points on the same numbers: `between two sizes`
-    is linear in ln loss and ln N between two neighbours, `linear in ln N` in loss and ln N; `power law` is one line in ln loss and ln N;
-    `power law above a floor` is E + a N^-b (four sizes or more). NaN if a form cannot be fitted.
+    are of one form, so that equal losses save nothing. The forms differ by several percentage points on the same numbers:
+
+    - `between two sizes`: ln loss is linear in ln N between the two nearest sizes
+    - `linear in ln N`: loss is linear in ln N between them
+    - `power law`: ln loss is linear in ln N over all sizes
+    - `power law above a floor`: E + a N^-b, for four sizes or more
+
+    NaN if a form cannot be fitted.
     """
     method, baseline = method.sort_index(), baseline.sort_index()
     shared = method.index.intersection(baseline.index)
