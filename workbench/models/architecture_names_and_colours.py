@@ -356,6 +356,7 @@ OPTION_LABELS = {
     "lambda_k1": "weight of the first layer's keys", "lambda_k_own": "weight of own keys",
     "lambda_a1": "weight of the first layer's attention", "lambda_a_own": "weight of own attention",
     "attn_mix": "attention mixed as", "lambda_h1": "weight of the embedding", "lambda_h_own": "weight of the block's input",
+    "once": "embedding for the second block alone",
     "value_tables": "layers with a table at each end", "lambda_table": "weight of the table's values",
     "bank_layers": "layers with looked-up values", "bank": "origin of looked-up values", "bank_gain": "trained gain of looked-up values",
     "norms": "placement of norms", "gated": "trained share that is removed", "scale_start": "initial scale (c)",
