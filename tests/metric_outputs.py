@@ -39,6 +39,8 @@ DOCUMENTS, T = 8, 64
 class Fixed:
     """Where experiments that read training sequences find some: always the same few."""
 
+    hash = "fixed"
+
     def __init__(self, d_vocab: int) -> None:
         self.d_vocab = d_vocab
 

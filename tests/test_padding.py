@@ -203,6 +203,22 @@ def test_labels_of_minus_100_do_not_count_in_the_loss():
     assert frame["value"].item() == pytest.approx(float(each), abs=1e-5)
 
 
+def test_a_removed_sublayer_changes_the_loss_of_the_labelled_tokens():
+    row = torch.cat(documents()[:2])[None]
+    document = torch.tensor([[0] * LENGTHS[0] + [1] * LENGTHS[1]])
+    labels = row.clone()
+    labels[:, 1:9] = -100  # 3 of the first document count, 6 of the second
+    call = lambda m, ids: m(ids, document=document, labels=labels)  # noqa: E731
+    module, without = decoder(), decoder()
+    torch.nn.init.zeros_(without.blocks[1].o.weight)
+    with pytest.warns(PaddingLeftOut):
+        removal = workbench.measure(observed(module, row, call), "sublayer_removal", row)
+    shown = removal[(removal["layer"] == 1) & (removal["part"] == "attention")]["value"].item()
+    each = [F.cross_entropy(call(m, row)[0, :-1], labels[0, 1:], reduction="none").detach() for m in (without, module)]
+    counted = (labels[0, 1:] >= 0) & (document[0, 1:] == document[0, :-1])
+    assert shown == pytest.approx(float((each[0] - each[1])[counted].mean()), abs=1e-5)
+
+
 def test_rows_that_cannot_be_averaged_are_refused_by_name():
     ids = padded(documents(), "left")
     model = observed(decoder(), ids, with_mask)

@@ -45,7 +45,7 @@ DATA = BackcopyData(24)
 class Training:
     """Where an experiment finds training sequences: always the same few, in which not every id occurs."""
 
-    ids = DATA.batch(7, 2, 12, 0)
+    ids, hash = DATA.batch(7, 2, 12, 0), "bigrams"
 
     def batch(self, step, size, T, seed):
         return self.ids

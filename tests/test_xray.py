@@ -7,9 +7,11 @@ import re
 import pytest
 import torch
 
+from workbench import plots
 from workbench.config import ModelConfig, TrainConfig
 from workbench.data.data_sources import RepeatedData
 from workbench.errors import BadData, WorkbenchError
+from workbench.measurement import models_and_data
 from workbench.models import Transformer
 from workbench.plots.image_export import find_browser, screenshot
 from workbench.reports import xray as xrays
@@ -82,6 +84,14 @@ def drain(value, layer=1, se=0.01, **more):
 )
 def test_sinks_are_counted_and_their_values_judged_with_their_error(rows, said):
     assert re.search(said, sinks_text(planted(rows)))
+
+
+def test_uniform_attention_beside_a_head_is_that_of_its_layers_window():
+    even = [{"metric": "sink_mass", "layer": n, "value": x, "control": "uniform_causal"} for n, x in ((0, 0.054), (1, 0.027))]
+    rows = [*heads(0.06, 0.04)[:2], *even]
+    assert "uniform attention would give 2.7%" in sinks_text(planted(rows))
+    dotted = [t for t in plots.sinks_figure(planted(rows), planted(rows).head(0)).data if t.mode == "lines"]
+    assert [list(t.y) for t in dotted] == [[0.054, 0.027]]
 
 
 def test_a_sink_in_the_first_layer_alone_is_judged_by_that_layers_values():
@@ -230,6 +240,17 @@ def test_ids_are_halved_between_the_table_and_the_measurement(tiny):
     assert found.answers[3].sentence.startswith("It has a value path already (ResFormer)")
     with pytest.raises(BadData, match="4 sequences or more"):
         xrays.xray(model, ids[:2])
+
+
+def test_values_are_replaced_by_the_means_of_the_given_ids_and_not_of_an_earlier_call(tiny, monkeypatch):
+    model = tiny()
+    ids = torch.randint(61, (12, 40), generator=torch.Generator().manual_seed(0))
+    other = torch.cat((ids[:6], ids[6:] // 2))
+    shown = [xrays.xray(model, data).records for data in (ids, other)]
+    monkeypatch.setattr(models_and_data, "_memory", {})
+    shown.append(xrays.xray(model, other).records)
+    found = [frame.query("metric == 'deep_value_ablation' and variant == 'zero'")["value"].item() for frame in shown]
+    assert found[0] != found[1] == found[2]
 
 
 def test_a_model_without_tokenizer_and_data_is_refused_in_words(tiny):

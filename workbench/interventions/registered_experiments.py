@@ -114,7 +114,7 @@ def trainable(weights: Iterable[Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = None) -> Tensor:
-    """Mean next-token loss (nats) per row, or per document by `segments`; float64 on the CPU."""
+    """Mean next-token loss (nats) per row [float64, CPU]; with `segments` of the predicted tokens that count, as the metric `loss`."""
     if segments is None:
         parts = [model(ids, return_type="loss", loss_per_token=True).mean(1) for ids in batches]
         return torch.cat(parts).double().cpu()
@@ -122,13 +122,12 @@ def losses(model: Any, batches: Sequence[Tensor], segments: Segments | None = No
     for ids in batches:
         for logits, tokens in zip(model.everywhere(ids)[:, None], ids[:, None], strict=True):
             row = next(rows)
-            documents = [at.to(ids.device) for at in segments.documents_in(row) if len(at) > 1]
-            counted = None if segments.counted is None else segments.counted[row : row + 1].to(ids.device)
-            values = [
-                loss(logits[:, at], tokens[:, at], None if counted is None else counted[:, at]).double()
-                for at in documents
-            ]
-            each.append(weighted_mean(values, [len(at) for at in documents]))
+            counted = torch.ones_like(segments.ids[row]) if segments.counted is None else segments.counted[row]
+            documents = [at for at in segments.documents_in(row) if bool(counted[at[1:]].any())]
+            counted, documents = counted.bool().to(ids.device)[None], [at.to(ids.device) for at in documents]
+            values = [loss(logits[:, at], tokens[:, at], counted[:, at]).double() for at in documents]
+            weights = [int(counted[:, at[1:]].sum()) for at in documents]
+            each.append(weighted_mean(values, weights) if values else torch.tensor([math.nan]))
     return torch.cat(each).cpu()
 
 

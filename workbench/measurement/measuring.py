@@ -237,6 +237,8 @@ def _measure_one(
 
 def _key(subject: Subject, sample: Sample, item: Measure, sites: Sequence[str] = ()) -> str:
     machine = item.machine if isinstance(item, Intervention) else ()
+    if isinstance(item, Intervention) and sample.source is not None:  # tables of means are made of its sequences
+        machine += (sample.source.hash,)
     found = ("found within windows",) if item.found else ()
     return digest(subject.weights, sample.hash, item.name, item.version, *machine, *sites, *found)
 

@@ -50,6 +50,7 @@ class _Random:
     """Random data for experiments that read training sequences."""
 
     d_vocab: int
+    hash: str = "random"
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         return torch.randint(self.d_vocab, (size, T), generator=torch.Generator().manual_seed(step + seed))

@@ -170,9 +170,11 @@ def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:
         x=heads["layer"], y=heads["value"], mode="markers", name="a head", marker={"color": look, "size": 6},
         customdata=heads["head"], hovertemplate="layer %{x}, head %{customdata}: %{y:.3f}<extra></extra>", row=1, col=1,
     )  # fmt: skip
-    even = rows[rows["control"] == "uniform_causal"]["value"]
-    if len(even):
+    even = rows[rows["control"] == "uniform_causal"].groupby("layer")["value"].mean()
+    if even.nunique() == 1:
         figure.add_hline(y=float(even.iloc[0]), line={"dash": "dot", "color": GREY}, row=1, col=1)
+    elif len(even):  # windows differ by layer
+        figure.add_scatter(x=even.index, y=even, mode="lines", line={"dash": "dot", "color": GREY}, row=1, col=1)
     if len(values):
         norms = values[values["control"].isna()].sort_values("layer")
         figure.add_scatter(

@@ -24,6 +24,7 @@ import plotly.graph_objects as go
 from workbench import plots
 from workbench.console import Progress, notebook_html
 from workbench.errors import BadData, NotMeasured, NotSent, OnlyHere, WorkbenchError, warn_caller
+from workbench.file_io import digest
 from workbench.hook_names import ACTIVATIONS
 from workbench.plots.experiment_figures import after_the_first
 from workbench.plots.html_page import Page, heading, numbers_html, paragraph
@@ -368,6 +369,10 @@ class _OtherHalf:
     """Ids [n, T] that fill the table of token means."""
 
     ids: Tensor
+
+    @property
+    def hash(self) -> str:
+        return digest(self.ids.numpy().tobytes(), list(self.ids.shape))
 
     def batch(self, step: int, size: int, T: int, seed: int) -> Tensor:
         return self.ids

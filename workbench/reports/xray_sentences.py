@@ -113,7 +113,7 @@ def sinks_text(frame: pd.DataFrame, token: TokenName = TOKEN) -> str:
         token: Name of a token id.
     """
     mass = _finite(_at(frame, "sink_mass"))
-    even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])["value"]
+    even = _finite(frame[(frame["metric"] == "sink_mass") & (frame["control"] == "uniform_causal")])
     heads = mass[mass["head"].notna() & mass["variant"].isna()]
     if heads.empty:
         return "Not measured: this model's attention gives no statistics."
@@ -123,6 +123,7 @@ def sinks_text(frame: pd.DataFrame, token: TokenName = TOKEN) -> str:
         where = f"{_percent(most['value'], most['se'])} in layer {int(most['layer'])}, head {int(most['head'])}"
         rest = f" Heads also rest on a column that is no token: {null['value'].mean():.1%} of all attention, {where}."
     top = heads.sort_values("value").iloc[-1]
+    even = even[even["layer"] == top["layer"]]["value"]  # windows may differ by layer
     floor = f"; uniform attention would give {even.iloc[0]:.1%}" if len(even) else ""
     place = f"layer {int(top['layer'])}, head {int(top['head'])}"
     anywhere = _anywhere(frame, token)
