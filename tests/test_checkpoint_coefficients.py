@@ -184,6 +184,31 @@ def test_our_numbers_are_those_of_the_model(architecture, tmp_path):
         assert numbers(result.frame, quantity="first", layer=2) == [pytest.approx(part.coefficients()["lambda_v1"][2])]
 
 
+def test_averages_of_every_second_output_are_named_by_the_outputs_that_they_read(tmp_path):
+    shape = CONFIG | {"n_layers": 4}
+    for options, known in (({"dilation": 2}, True), ({"dilation": 3, "period": 4}, False)):
+        model = build("denseformer", shape, seed=0, **options)
+        with torch.no_grad():
+            for alpha in model.shortcuts[0].alphas.values():
+                alpha.weight.copy_(torch.arange(1.0, 1 + alpha.weight.numel()))
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        if not known:  # a dilation of 3 and of 4 give the same shapes
+            assert read_coefficients(tmp_path).frame["part"].tolist() == ["source 0, own last", "source 1, own last"]
+            (tmp_path / "config.json").write_text(json.dumps({"workbench": {"options": options}}))
+        alphas = model.shortcuts[0].coefficients()
+        for row in read_coefficients(tmp_path).frame.itertuples():
+            assert row.value == alphas[f"alpha_{row.part.removeprefix('output ')}"][row.layer]
+
+
+def test_numbers_whose_layer_is_unknown_are_refused_and_a_single_later_layer_is_named(tmp_path):
+    weights = {"transformer.h.0.attn.c_q.weight": torch.zeros(2, 2), "x0_lambdas": torch.zeros(2, 3)}
+    torch.save(weights, tmp_path / "model_000100.pt")
+    with pytest.raises(BadCheckpoint, match=r"x0_lambdas has the shape \[2, 3\], so which axis is the layer is unknown"):
+        read_coefficients(tmp_path / "model_000100.pt")
+    save_file({"resformer_learnable.first": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert read_coefficients(tmp_path).frame["layer"].tolist() == [1]
+
+
 def test_our_attention_residuals(tmp_path):
     model = build("attention_residuals", CONFIG, seed=0)
     part = model.shortcuts[0]

@@ -88,6 +88,16 @@ def test_mistral_opens_natively_where_its_window_covers_the_context(tmp_path):
         workbench.load(tmp_path, architecture="transformer")
 
 
+def test_a_config_without_the_norms_epsilon_has_that_of_transformers(tmp_path):
+    model = hugging_face(rms_norm_eps=1e-6)
+    model.model.embed_tokens.weight.data.mul_(0.01)  # so small that the epsilon shows
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    del config["rms_norm_eps"]
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    same(quietly(tmp_path), model(IDS).logits)
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kind", "config", "changes", "reason"),
@@ -302,8 +312,17 @@ def test_rotary_settings_that_mean_nothing_are_refused_by_name(tmp_path, changes
             workbench.load(folder)
 
 
-@pytest.mark.parametrize("extra", [{"rope_scaling": LINEAR}, {"use_scaled_rope": True}])
-def test_a_scripts_own_rotary_settings_are_not_passed_over(tmp_path, extra):
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"rope_scaling": LINEAR},
+        {"use_scaled_rope": True},
+        {"sliding_window": 16},
+        {"hidden_act": "gelu"},
+        {"logit_softcap": 30.0},
+    ],
+)
+def test_settings_of_a_script_that_change_the_computation_are_not_passed_over(tmp_path, extra):
     llama = hugging_face()
     config = {"n_heads": 4, "n_ctx": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     torch.save({"model": llama.state_dict(), "config": config | extra}, tmp_path / "ckpt.pt")

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import workbench
 from workbench.errors import BadData, WorkbenchError
-from workbench.reports.model_card import HARNESS, losses_text, push_to_hub
+from workbench.reports.model_card import HARNESS, card, losses_text, push_to_hub
 from workbench.runs.run import Run
 
 FOUND = {
@@ -81,6 +81,7 @@ def test_a_step_goes_up_with_its_card_and_opens_there(runs, tmp_path):
     assert f"| {sum(losses) / 2:.4f} ({min(losses):.4f} to {max(losses):.4f}), 2 |" in text, "over both seeds"
     assert "| arc_easy | acc | 0.2500 | 0.0100 |" in text
     assert "| arc_easy | acc_norm | 0.5000 |  |" in text
+    assert "arc_easy" not in card(run, 0, "me/resformer-tiny"), "the file is of the last step"
     assert str(run.path.parent) not in text
 
 

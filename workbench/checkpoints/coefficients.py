@@ -132,7 +132,8 @@ def read_coefficients(path: str | Path) -> Coefficients:
     if any(words == "query" for _, _, words in matches):
         rows, vectors, notes = _queries(matches, tensors, source.config())
     else:
-        rows, vectors, notes = [row for match in matches for row in _rows(*match, tensors[match[0]])], {}, []
+        dilation = _dilation(tensors, source.config()) if any(words == "output" for *_, words in matches) else None
+        rows, vectors, notes = [row for match in matches for row in _rows(*match, tensors[match[0]], dilation)], {}, []
     if unread := [name for name in names if name not in tensors and re.match(ALIKE, name)]:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         notes.append(
@@ -154,7 +155,19 @@ def _matches(layout: WeightLayout, names: list[str]) -> Iterator[tuple[str, dict
                 yield name, {k: v for k, v in match.groupdict().items() if v is not None}, words
 
 
-def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iterator[dict[str, Any]]:
+def _dilation(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int | None:
+    """Return the dilation of DenseFormer's averages, which each read (layer + 1) // dilation + 1 outputs; None if several fit."""
+    matches = ((re.fullmatch(r"dwa\.alphas\.(\d+)\.weight", name), t.numel()) for name, t in tensors.items())
+    counts = {int(m[1]): n for m, n in matches if m}
+    fits = range(1, max(counts, default=0) + 3)
+    fits_all = [d for d in fits if all(n == (layer + 1) // d + 1 for layer, n in counts.items())]
+    told = ((config.get("workbench") or {}).get("options") or {}).get("dilation")
+    return told if told in fits_all else fits_all[0] if len(fits_all) == 1 else None
+
+
+def _rows(
+    name: str, groups: dict[str, str], words: str, tensor: Tensor, dilation: int | None
+) -> Iterator[dict[str, Any]]:
     """Yield the numbers of a tensor: by layer, by layer and sublayer, or the sources of one layer."""
     layer = int(groups["layer"]) if "layer" in groups else None
     quantity = groups.get("quantity", "weight")
@@ -171,6 +184,9 @@ def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iter
         named = {"stream and embedding": ("stream", "embedding"), "own value and embedding's": ("own", "table")}.get(
             words
         )
+        if words == "output":
+            read = None if dilation is None else range((layer + 1) % dilation, layer + 2, dilation)
+            named = [f"source {i}, own last" if read is None else f"output {read[i]}" for i in range(len(values))]
         for i, x in enumerate(values.tolist()):
             part = named[i] if named and len(values) == len(named) else f"{words} {i}" if len(values) > 1 else words
             yield row | {"part": part, "value": x}
@@ -180,10 +196,16 @@ def _rows(name: str, groups: dict[str, str], words: str, tensor: Tensor) -> Iter
             part = ", ".join([PARTS[2][cell[1]], *(f"stream {i}" for i in cell[2:])])
             yield row | {"layer": cell[0], "part": part, "value": float(values[cell])}
     else:
-        numbered = quantity not in ("scalars", "skip_weights", "skip_gates", "table", "gains") and values.numel() > 1
+        later = words == "after the first layer"
+        numbered = quantity not in ("scalars", "skip_weights", "skip_gates", "table", "gains")
+        numbered = numbered and (values.numel() > 1 or (later and values.ndim == 1))
+        if numbered and values.ndim > 1:
+            raise BadCheckpoint(
+                f"{name} has the shape {list(values.shape)}, so which axis is the layer is unknown; known are [layer] and [layer, 2, ...]"
+            )
         for n, x in enumerate(values.flatten().tolist()):
             if numbered:
-                yield row | {"layer": n + (words == "after the first layer"), "value": x}
+                yield row | {"layer": n + later, "value": x}
             else:
                 yield row | {"part": str(n) if values.numel() > 1 else "", "value": x}
 

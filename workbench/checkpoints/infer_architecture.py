@@ -25,6 +25,10 @@ from workbench.models import ARCHITECTURES, Transformer, architecture, compose
 Shapes = Mapping[str, list[int]]
 MAX_SETTING = 2**40  # of anything in a config
 COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
+RMS_NORM_EPS = 1e-6  # in transformers, of a Llama or Mistral whose configuration lacks it
+PLAIN: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+OTHERS = ("qk_norm", "use_qk_norm", "logit_softcap", "final_logit_softcapping", "attn_logit_softcapping", "rope_interleaved")
+"""Settings of scripts that change the computation and leave no tensor."""
 LLAMAS = (["LlamaForCausalLM"], ["MistralForCausalLM"])
 
 
@@ -106,24 +110,33 @@ def infer(state: State, given: Given) -> Design:
     return Design(name, options, config, state, assumed, own.get("seed"), own.get("step", info.step))
 
 
-def model_config(values: Mapping[str, Any], where: Path) -> ModelConfig:
+def model_config(values: Mapping[str, Any], where: Path, given: Mapping[str, Any]) -> ModelConfig:
     """Return our config of a Llama config, in older and newer spellings; raises `NotCovered` for what the decoder lacks."""
     if "workbench" not in values and values.get("model_type") not in COVERED:
         raise NotCovered(f"{where}: model_type {values.get('model_type')!r}; only llama and our own are read")
-    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    for key, only in plain.items():
-        if (value := values.get(key, only)) != only:
-            raise NotCovered(f"{where}: {key}={value!r} is not supported, only {only!r}")
-    settings = {ours: values[theirs] for ours, theirs in SETTINGS.items() if values.get(theirs) is not None}
+    _refuse_others(values, where)
+    settings: dict[str, Any] = {} if "workbench" in values else {"rms_norm_eps": RMS_NORM_EPS}
+    settings |= {ours: values[theirs] for ours, theirs in SETTINGS.items() if values.get(theirs) is not None}
     if (theta := plain_theta(values, where)) is not None:
         settings["rope_theta"] = theta
-    config = _config(settings, where)
+    config = _config(settings | dict(given), where)
     if values.get("head_dim") not in (None, config.d_head):
         raise NotCovered(f"{where}: head_dim={values['head_dim']}, only hidden_size / heads = {config.d_head}")
-    window = values.get("sliding_window", 4096) if values.get("model_type") == "mistral" else None
+    _refuse_window(values.get("sliding_window", 4096) if values.get("model_type") == "mistral" else None, config, where)
+    return config
+
+
+def _refuse_others(values: Mapping[str, Any], where: Path) -> None:
+    """Raise `NotCovered` for settings of another computation."""
+    for key, only in (PLAIN | dict.fromkeys(OTHERS)).items():
+        if (value := values.get(key, only)) != only and (only or value):
+            raise NotCovered(f"{where}: {key}={value!r} is not supported, only {only!r}")
+
+
+def _refuse_window(window: Any, config: ModelConfig, where: Path) -> None:
+    """Raise `NotCovered` for a window that is shorter than the context."""
     if window is not None and not (isinstance(window, int) and window >= config.n_ctx):
         raise NotCovered(f"{where}: sliding_window={window} is not supported, only attention to all earlier positions")
-    return config
 
 
 def _config(settings: Mapping[str, Any], where: Path) -> ModelConfig:
@@ -140,8 +153,7 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
     """
     values, where = state.info.config or {}, state.info.path
     if "workbench" in values or "model_type" in values or (where / CONFIG).exists():
-        config = model_config(values, where / CONFIG)
-        return _config(dataclasses.asdict(config) | dict(given), where) if given else config
+        return model_config(values, where / CONFIG, given)
     shapes = state.shapes
     if not {EMBEDDINGS, "model.layers.0.self_attn.q_proj.weight"} <= shapes.keys():
         few = ", ".join(list(shapes)[:4])
@@ -167,6 +179,7 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
             settings[ours] = value
     if (theta := plain_theta(script, where)) is not None:
         settings.setdefault("rope_theta", theta)
+    _refuse_others(script, where)
     settings |= given
     if missing := [key for key in ("n_heads", "n_ctx") if key not in settings]:
         what = f"nothing says {' and '.join(missing)}"
@@ -178,7 +191,9 @@ def config_of(state: State, given: Mapping[str, Any]) -> ModelConfig:
         defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
         what = f"{' and '.join(assumed)}; {', '.join(f'{key}={defaults[key]}' for key in assumed)} is assumed"
         warn_caller(f"{where} does not say {what}. Say it with config={{...}} (--config)", ArchitectureAssumed)
-    return _config(settings, where)
+    config = _config(settings, where)
+    _refuse_window(script.get("sliding_window"), config, where)
+    return config
 
 
 def _assume(path: Path, config: ModelConfig, shapes: Shapes, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

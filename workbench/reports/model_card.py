@@ -26,7 +26,7 @@ from workbench.models.architecture_names_and_colours import architecture
 from workbench.runs.run import Run, list_runs
 from workbench.storage.mirror import reading
 
-HARNESS = "harness.json"  # in a run's folder: what lm-evaluation-harness wrote of it
+HARNESS = "harness.json"  # in a run's folder: what lm-evaluation-harness wrote of its last step
 SAME = ("architecture", "options", "model", "train", "data")
 CARD = "README.md"
 
@@ -37,7 +37,7 @@ def push_to_hub(
     """Upload a checkpoint, its tokenizer and its model card to a repository of the Hub, and return its address.
 
     A vanilla transformer goes as a directory that transformers opens, any other model as its step, which `workbench.load` opens.
-    `harness`: results of lm-evaluation-harness, those beside the run (`harness.json`) unless given.
+    `harness`: results of lm-evaluation-harness; default of the last step those beside the run (`harness.json`), else none.
     """
     if (named := hub.split(repo)) is None or named[1] != hub.MAIN:
         raise BadData(f"{repo!r} is no name of a repository, as me/resformer-tiny")
@@ -75,12 +75,13 @@ def card(run: Run, step: int, name: str, harness: Path | None = None) -> str:
     )
     source = {key: value for key, value in run.info["data"].items() if isinstance(value, str | int | list)}
     source_text = ", ".join(f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in source.items())
+    evaluated = (run.path / HARNESS).exists() and step == run.steps[-1]  # which step the file is of, nothing says
     origin = {"run": run.name, "step": step, "weights": run.weights_hash(step), "made": run.info.get("created")}
     sections = {
         "Architecture": [*formulas(run.architecture), _settings(run.options), _settings(asdict(run.model))],
         "Training": [f"Trained on: {source_text}.", "" if "imported" in run.info else _settings(asdict(run.train) | {"seed": run.seed})],
         "Losses": [losses_text(run, step)],
-        "Evaluation": [evaluation(harness or run.path / HARNESS, asked=harness is not None)],
+        "Evaluation": [evaluation(harness or run.path / HARNESS)] if harness or evaluated else [],
         "Use": [USE.format(name=name, run=run.name)],
         "Where it comes from": [_settings(origin | dict(run.info.get("machine") or {}) | dict(run.info.get("versions") or {}))],
     }  # fmt: skip
@@ -130,10 +131,8 @@ def _validated(run: Run, step: int) -> pd.DataFrame:
         return pd.DataFrame(columns=["run", "seed", "data", "value", "se", "n"])
 
 
-def evaluation(path: Path, asked: bool = True) -> str:
-    """Return results of lm-evaluation-harness as a table by task and metric; "" if there is no such file and none was named."""
-    if not path.exists() and not asked:
-        return ""
+def evaluation(path: Path) -> str:
+    """Return results of lm-evaluation-harness as a table by task and metric."""
     results = read_json(path).get("results")
     if not isinstance(results, dict):
         raise BadData(f"{path} holds no results of lm-evaluation-harness")
