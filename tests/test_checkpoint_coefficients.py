@@ -203,7 +203,9 @@ def test_averages_of_every_second_output_are_named_by_the_outputs_that_they_read
 def test_numbers_whose_layer_is_unknown_are_refused_and_a_single_later_layer_is_named(tmp_path):
     weights = {"transformer.h.0.attn.c_q.weight": torch.zeros(2, 2), "x0_lambdas": torch.zeros(2, 3)}
     torch.save(weights, tmp_path / "model_000100.pt")
-    with pytest.raises(BadCheckpoint, match=r"x0_lambdas has the shape \[2, 3\], so which axis is the layer is unknown"):
+    with pytest.raises(
+        BadCheckpoint, match=r"x0_lambdas has the shape \[2, 3\], so which axis is the layer is unknown"
+    ):
         read_coefficients(tmp_path / "model_000100.pt")
     save_file({"resformer_learnable.first": torch.ones(1)}, tmp_path / "model.safetensors")
     assert read_coefficients(tmp_path).frame["layer"].tolist() == [1]

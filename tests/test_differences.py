@@ -112,6 +112,12 @@ def test_checkpoints_of_other_families_are_compared_from_their_files(family, tmp
     assert moved.endswith(changed["tensor"].iloc[0])
     assert changed["top_share"].iloc[0] == pytest.approx(1)
     assert changed["layer"].tolist() == [1]
+    table = result.weights.set_index("tensor")  # chance is k / outputs and k / inputs
+    fan_in = [name for name in table.index if name.endswith(("c_fc.weight", "fc1.weight", "gate_proj.weight"))]
+    assert len(fan_in) == 2
+    assert (table.loc[fan_in, "chance_out"] < table.loc[fan_in, "chance_in"]).all()
+    tokens = table.index[table.index.str.contains(r"wte|embed_tokens")]
+    assert (table.loc[tokens, "chance_out"] > table.loc[tokens, "chance_in"]).all(), "the stream is narrower"
 
 
 def test_tensors_of_other_shapes_are_refused_by_name():

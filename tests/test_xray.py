@@ -87,7 +87,10 @@ def test_sinks_are_counted_and_their_values_judged_with_their_error(rows, said):
 
 
 def test_uniform_attention_beside_a_head_is_that_of_its_layers_window():
-    even = [{"metric": "sink_mass", "layer": n, "value": x, "control": "uniform_causal"} for n, x in ((0, 0.054), (1, 0.027))]
+    even = [
+        {"metric": "sink_mass", "layer": n, "value": x, "control": "uniform_causal"}
+        for n, x in ((0, 0.054), (1, 0.027))
+    ]
     rows = [*heads(0.06, 0.04)[:2], *even]
     assert "uniform attention would give 2.7%" in sinks_text(planted(rows))
     dotted = [t for t in plots.sinks_figure(planted(rows), planted(rows).head(0)).data if t.mode == "lines"]

@@ -27,7 +27,14 @@ MAX_SETTING = 2**40  # of anything in a config
 COVERED = ("llama", "mistral")  # model types whose configurations can be those of our decoder
 RMS_NORM_EPS = 1e-6  # in transformers, of a Llama or Mistral whose configuration lacks it
 PLAIN: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-OTHERS = ("qk_norm", "use_qk_norm", "logit_softcap", "final_logit_softcapping", "attn_logit_softcapping", "rope_interleaved")
+OTHERS = (
+    "qk_norm",
+    "use_qk_norm",
+    "logit_softcap",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "rope_interleaved",
+)
 """Settings of scripts that change the computation and leave no tensor."""
 LLAMAS = (["LlamaForCausalLM"], ["MistralForCausalLM"])
 

@@ -152,7 +152,9 @@ def push_command(
     repo: Annotated[str, Argument(help="A repository on the Hugging Face Hub: me/resformer-tiny.")],
     step: Step = "last",
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
-    harness: Annotated[Path | None, Option(help="lm-evaluation-harness results; default of the last step <run>/harness.json.")] = None,
+    harness: Annotated[
+        Path | None, Option(help="lm-evaluation-harness results; default of the last step <run>/harness.json.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Upload a checkpoint to the Hugging Face Hub with a model card: formula, options, losses over seeds, evaluation."""

@@ -30,6 +30,8 @@ from workbench.storage.path_or_url import locate
 SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "machine", "versions", "observed", "log")
 """Sections of a run's description that are compared; times, names and places are not."""
 TOP, NAMED = 4, 3  # singular directions, parameters in a message
+TABLES_OF_IDS = r"(.*\.)?(embed(_tokens|_positions|_in)?|(tok|word)_embeddings|w[tp]e)\.weight|.*\.tables\.\d+"
+GPT2 = r"(.*\.)?(c_attn|c_proj|c_fc)\.weight"  # stored [input, output] by transformers, [output, input] by nanoGPT
 AXES = ["metric", "data", "T", "site", "part", "variant", "unit"]
 """Columns that name a measure."""
 CELL = ["layer", "source", "head", "position", "index"]
@@ -286,13 +288,15 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
         A row for each tensor of numbers that are not whole, in A's order: `tensor`, `layer` (NA outside the blocks), `matrix` (the
         name without its layer), `shape`, `relative` (||B - A|| / ||A||), and for matrices as in `MatrixChange`: `top_share`
         (share of the change along its first direction), `top_k_share`, `overlap_out` and `overlap_in` (with A's directions)
-        and their `chance_out`, `chance_in`.
+        and their `chance_out`, `chance_in`. Embeddings and GPT-2's matrices are transposed, as their rows are inputs.
 
     Raises:
         BadCheckpoint: Names or shapes differ, or quantised weights do; the message names them.
     """
     _refuse_other_parameters(a, b)
     rows, seen = [], set[Any]()
+    joint = [x.shape for name, x in a.items() if name.endswith("c_attn.weight") and len(x.shape) == 2]
+    transposed = f"{TABLES_OF_IDS}|{GPT2}" if any(3 * n == m for n, m in joint) else TABLES_OF_IDS
     for name in a:
         place = tuple(getattr(x[name], "place", id(x[name])) for x in (a, b))
         if place in seen:  # tied to one before it on both sides
@@ -308,6 +312,8 @@ def weight_changes(a: Mapping[str, Any], b: Mapping[str, Any], *, top: int = TOP
         if not one.numel():
             continue
         first, second = (x.reshape(len(x) if x.ndim > 1 else 1, -1) for x in (one, other))
+        if re.fullmatch(transposed, name):
+            first, second = first.mT, second.mT
         change = matrix_change(first, second, top)
         place_in_name = re.fullmatch(r"(?:.*?\.)?(\d+)\.(.*)", name)  # the first number is the layer
         layer, matrix = (int(place_in_name[1]), place_in_name[2]) if place_in_name else (None, name)
