@@ -238,6 +238,11 @@ def test_two_checkpoints_of_one_seed_differ_beyond_the_noise_over_documents(nois
     assert table["moved"].item() == (noise < 1)
     assert f"{int(noise < 1)} of 1 tested measures differ beyond the noise over documents" in sentence
     assert "1 shared seed: of these checkpoints" in sentence
+    two = [pd.concat([rows(of), rows(of, "other")], ignore_index=True) for of in ({0: 1.0, 1: 2.0}, {0: 1.5, 1: 2.51})]
+    table, sentence = measure_differences(*two, sides)
+    assert "of 1 tested measures" in sentence, "two seeds are no noise"
+    row = table.set_index("metric").loc["loss"]
+    assert row["b"] - row["a"] == pytest.approx(row["difference"]) == pytest.approx(sum(drift) * noise / 24 + 0.5)
 
 
 @pytest.fixture(scope="module")

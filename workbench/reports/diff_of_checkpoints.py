@@ -24,7 +24,7 @@ from workbench.runs.catalogue import Entry, catalogue
 from workbench.runs.records import SAMPLE_COLUMNS, facts, one_sample, read_parquet
 from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache, TelemetryCache
-from workbench.statistics.intervals import MIN_SEEDS, Interval, paired_seeds
+from workbench.statistics.intervals import MIN_SEEDS, paired_seeds
 from workbench.storage.path_or_url import locate
 
 SECTIONS = ("architecture", "options", "seed", "model", "train", "data", "machine", "versions", "observed", "log")
@@ -380,7 +380,7 @@ def measure_differences(
         documents: `stored_documents` of A and of B, if there are any.
 
     Returns:
-        A row for each measure that both have on the same documents: its name, `a` and `b` (means over the shared seeds), `difference`
+        A row for each measure that both have on the same documents: its name, `a` and `b` (means over what is paired), `difference`
         (B - A), `low` and `high` (adjusted interval), `seeds`, `p` (adjusted) and `moved`. And a sentence that says how many
         moved beyond which noise, or why nothing is claimed.
     """
@@ -406,15 +406,16 @@ def measure_differences(
         key: interval for key, interval in intervals.items() if interval.n >= MIN_SEEDS and math.isfinite(interval.p)
     }
     by_document = not tested and len(documents) == 2
+    paired = dict[Any, pd.DataFrame]()  # values of single documents: of the two checkpoints, not of other seeds
     if by_document:
-        intervals = {key: _over_documents(key, documents) or interval for key, interval in intervals.items()}
-        tested = {key: interval for key, interval in intervals.items() if math.isfinite(interval.p)}
+        paired = {key: part for key in each if (part := _over_documents(key, documents)) is not None}
+        intervals |= {key: paired_seeds(part["b"], part["a"]) for key, part in paired.items()}
+        tested = {key: intervals[key] for key in paired if math.isfinite(intervals[key].p)}
     verdicts = judge_differences(tested)
     rows: list[dict[Any, Any]] = []
     for key, interval in intervals.items():
-        row = (
-            dict(zip(AXES, key, strict=True)) | each[key][["a", "b"]].mean().to_dict() | {"difference": interval.value}
-        )
+        sides = paired.get(key, each[key])[["a", "b"]].mean().to_dict()
+        row = dict(zip(AXES, key, strict=True)) | sides | {"difference": interval.value}
         if verdict := verdicts.get(key):
             wide = interval.widened(verdict.factor)
             row |= {"low": wide.low, "high": wide.high, "p": min(1.0, interval.p * verdict.factor)}
@@ -437,8 +438,8 @@ def measure_differences(
     return table, sentence + over
 
 
-def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | None:
-    """Return the difference B - A of one measure paired by document; None if they were not measured on the same documents."""
+def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
+    """Return one measure of A and B by document; None if they were not measured on the same documents."""
     named = dict(zip(AXES, key, strict=True))
     sides = []
     for frame in documents:
@@ -452,8 +453,7 @@ def _over_documents(key: Any, documents: Sequence[pd.DataFrame]) -> Interval | N
     if named["part"] != "" or a.empty or b.empty or len(data) > 1:
         return None
     means = [x.groupby(["document", *CELL])["value"].mean() for x in (a, b)]
-    shared = pd.concat(means, axis=1, join="inner", keys=["a", "b"]).groupby(level="document").mean()
-    return paired_seeds(shared["b"], shared["a"])
+    return pd.concat(means, axis=1, join="inner", keys=["a", "b"]).groupby(level="document").mean()
 
 
 def stored_documents(entry: Entry, step: int | None) -> pd.DataFrame:
