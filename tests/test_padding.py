@@ -182,6 +182,15 @@ def test_documents_packed_in_a_row_equal_themselves_weighted_by_their_tokens(alo
     pd.testing.assert_series_equal(found, wanted, atol=2e-5, rtol=2e-5, check_names=False, check_dtype=False)
 
 
+def test_an_xray_of_packed_rows_counts_their_documents():
+    ids = torch.stack(documents((24,) * 8))
+    halves = torch.tensor([[0] * 12 + [1] * 12])
+    model = observed(decoder(), ids, lambda m, x: m(x, document=halves.expand(len(x), -1)))
+    with pytest.warns(PaddingLeftOut):
+        page = workbench.xray(model, ids).html()
+    assert "8 documents in 4 rows, of at most 12 tokens in float32; ± is one standard error over rows" in page
+
+
 def test_padding_within_a_row_is_left_out(alone):
     text = documents()[0]
     ids = torch.cat((text[:5], torch.full((3,), PAD), text[5:]))[None]

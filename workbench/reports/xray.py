@@ -108,11 +108,13 @@ class XRay:
         """Data, documents and loss, in words."""
         loss = self.records[(self.records["metric"] == "loss") & self.records["control"].isna()]
         loss = loss[loss["step"].isna() | (loss["step"] == loss["step"].max())] if len(loss) else loss
-        first = self.records.iloc[0]
-        dtype = facts(first["provenance"]).get("dtype")
-        dtype = f" in {dtype}" if dtype else ""
-        of = f"{first['data']}, {{}} documents of {first['T']} tokens{dtype}; ± is one standard error over documents."
-        of = of.format(int(self.records["n"].max()))
+        first, n = self.records.iloc[0], int(self.records["n"].max())
+        known = facts(first["provenance"])
+        dtype = f" in {known['dtype']}" if known.get("dtype") else ""
+        packed = known.get("documents", n) != n  # several in a row
+        documents = f"{known['documents']} documents in {n} rows, of at most" if packed else f"{n} documents of"
+        over = "rows" if packed else "documents"
+        of = f"{first['data']}, {documents} {first['T']} tokens{dtype}; ± is one standard error over {over}."
         if loss.empty:
             return of
         here = loss.iloc[0]
