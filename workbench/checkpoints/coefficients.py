@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ OURS = (
     "bank_of_values",
 )
 PARTS = {2: ("attention", "MLP")}
+PAIRS = {"stream and embedding": ("stream", "embedding"), "own value and embedding's": ("own", "table")}
+DEEPEST = 1000  # layer of a dilated average
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,10 @@ def _dilation(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int |
     """Return the dilation of DenseFormer's averages, which each read (layer + 1) // dilation + 1 outputs; None if several fit."""
     matches = ((re.fullmatch(r"dwa\.alphas\.(\d+)\.weight", name), t.numel()) for name, t in tensors.items())
     counts = {int(m[1]): n for m, n in matches if m}
-    fits = range(1, max(counts, default=0) + 3)
-    fits_all = [d for d in fits if all(n == (layer + 1) // d + 1 for layer, n in counts.items())]
+    every = range(1, min(max(counts, default=0), DEEPEST) + 3)
+    fits = [d for d in every if all(n == (layer + 1) // d + 1 for layer, n in counts.items())]
     told = ((config.get("workbench") or {}).get("options") or {}).get("dilation")
-    return told if told in fits_all else fits_all[0] if len(fits_all) == 1 else None
+    return told if told in fits else fits[0] if len(fits) == 1 else None
 
 
 def _rows(
@@ -181,14 +183,12 @@ def _rows(
         )
     elif layer is not None:
         values = values.flatten()
-        named = {"stream and embedding": ("stream", "embedding"), "own value and embedding's": ("own", "table")}.get(
-            words
-        )
+        named: Sequence[str] = PAIRS.get(words, ())
         if words == "output":
             read = None if dilation is None else range((layer + 1) % dilation, layer + 2, dilation)
             named = [f"source {i}, own last" if read is None else f"output {read[i]}" for i in range(len(values))]
         for i, x in enumerate(values.tolist()):
-            part = named[i] if named and len(values) == len(named) else f"{words} {i}" if len(values) > 1 else words
+            part = named[i] if len(values) == len(named) else f"{words} {i}" if len(values) > 1 else words
             yield row | {"part": part, "value": x}
     elif values.ndim > 1 and set(values.shape[1:]) <= PARTS.keys():
         # by layer, of its sublayers, and by stream that they write
