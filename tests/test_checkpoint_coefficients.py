@@ -88,6 +88,13 @@ def test_attention_residuals_are_read_out_of_shards_through_the_index(kimi):
     assert_drawn(folder)
 
 
+def test_a_query_is_not_paired_with_the_gain_of_another_stack_of_layers(tmp_path):
+    names = [f"{stem}.layers.0.mlp_res_{part}.weight" for stem in ("model", "model.mtp") for part in ("proj", "norm")]
+    save_file({name: torch.ones(8) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match="of one sublayer, of two stacks of layers"):
+        read_coefficients(tmp_path)
+
+
 def test_a_url_gives_the_same_numbers_from_ranges_of_bytes(kimi):
     fsspec = pytest.importorskip("fsspec")
     folder, _ = kimi

@@ -227,7 +227,8 @@ def _queries(
                 {"mlp": "MLP", "self_attention": "attention"}.get(groups.get("part", ""), "output"),
             )
         kind = "query" if "proj" in name or ".queries." in name else "gain"
-        pairs.setdefault(key, {})[kind] = name
+        if (before := pairs.setdefault(key, {}).setdefault(kind, name)) != name:
+            raise BadCheckpoint(f"{before} and {name} are both the {kind} of one sublayer, of two stacks of layers")
     rows, vectors = [], {}
     for (n, part), names in sorted(
         pairs.items(), key=lambda pair: (pair[0][0] is None, pair[0][0] or 0, pair[0][1] == "MLP")
