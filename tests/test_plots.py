@@ -12,7 +12,7 @@ import pytest
 from workbench import plots
 from workbench.errors import UnknownName, WorkbenchError
 from workbench.models import ARCHITECTURES
-from workbench.plots.attention_maps import percentage
+from workbench.plots.attention_maps import per_head, percentage
 from workbench.plots.style import with_signs
 from workbench.plots.training_and_gradient_figures import gradient_layers
 from workbench.runs.records import provenance, records
@@ -331,6 +331,14 @@ def test_html_works_offline_and_shares_nothing():
     assert "<script src" not in found
     assert len(found) < 60_000
     assert plots.html(figure, whole=True).startswith("<!doctype html>")
+
+
+def test_uniform_attention_of_two_models_is_one_line_only_where_it_is_the_same():
+    heads = pd.DataFrame({"layer": [0, 0], "head": [0, 1], "sink_mass": [0.1, 0.2]})
+    for b, lines in ((0.05, [0.05]), (0.02, [0.05, 0.02])):
+        parts = [(name, heads, {"sink_mass": x}) for name, x in (("transformer", 0.05), ("resformer", b))]
+        shapes = per_head(parts, {"sink_mass": "sink mass"}, "").layout.shapes
+        assert [shape.y0 for shape in shapes if shape.yref == "y"] == lines
 
 
 LINK = '<a href="http://evil.example">there</a>'

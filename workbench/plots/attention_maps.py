@@ -158,8 +158,9 @@ def per_head(
     for column, name in enumerate(names, start=1):
         for i, (series, frame, evenly) in enumerate(parts):
             _dots(figure, 1, column, frame, frame[name], label(series), colour(series), (i - 0.5) * 0.16 if both else 0)
-            if i == 0:
-                figure.add_hline(y=evenly[name], line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=column)
+            if i == 0 or evenly[name] != parts[0][2][name]:  # other windows, or another number of tokens
+                shade = colour(series) if i else GREY
+                figure.add_hline(y=evenly[name], line={"color": shade, "dash": "dot", "width": 1}, row=1, col=column)
         if both:
             a, b = (frame.set_index(["layer", "head"])[name] for _, frame, _ in parts)
             minus = (a - b).dropna().reset_index()
