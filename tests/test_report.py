@@ -22,7 +22,7 @@ from workbench.runs.records import records, write_parquet
 from workbench.runs.run import Run
 from workbench.storage.packed import unpacked
 from workbench.studies.study_runs import outcomes
-from workbench.views import Link, Source, start
+from workbench.views import Link, Source, depth, start
 
 
 @pytest.mark.slow
@@ -80,6 +80,27 @@ def test_the_report_averages_no_runs_of_two_experiments():
     first, second = named.values()
     assert "transformer · start token none" in first | second
     assert not first & second
+
+
+@pytest.mark.slow
+def test_an_imported_model_of_unknown_training_is_not_drawn_as_random_init(tmp_path, monkeypatch):
+    for name, steps in (("text-transformer-s0", (0, 20)), ("theirs", (0,))):
+        common = dashboard.run(tmp_path, name, "transformer", 0, "text", steps=steps)
+        common |= {"metric": "importance_entropy", "data": "x", "T": 16, "n": 4, "unit": "nats", "step": steps[-1]}
+        rows = [common | {"layer": n, "value": 2.0 + n, "provenance": dashboard.known()} for n in range(2)]
+        write_parquet(records(rows), tmp_path / name / "records" / "aa-bb.parquet")
+    info = json.loads((tmp_path / "theirs" / "run.json").read_text())
+    told = {"imported": {"from": "theirs.pt"}, "data": {"kind": "imported", "domains": ["unknown"]}}
+    (tmp_path / "theirs" / "run.json").write_text(json.dumps(info | told))
+    drawn = []
+    plot = runs_report.plots.plot
+    monkeypatch.setattr(runs_report.plots, "plot", lambda *a, **how: drawn.append(plot(*a, **how)) or drawn[-1])
+    write_report(tmp_path, tmp_path / "report.html")
+    link = Link.parse("depth?metric=importance_entropy&compare=1&a=text-transformer-s0&b=theirs")
+    drawn.append(depth.layers(Source(tmp_path), link).figure)
+    assert len(drawn) == 2
+    for figure in drawn:
+        assert "random init" not in " ".join([figure.layout.title.subtitle.text, *(str(t.name) for t in figure.data)])
 
 
 @pytest.mark.slow

@@ -74,6 +74,8 @@ def write_report(runs: Path, out: Path) -> Path:
     series = series_by_run(entries)
     frame, telemetry = (pd.concat(parts, ignore_index=True) for parts in zip(*tables.values(), strict=True))
     frame, telemetry = (rows.assign(architecture=rows["run"].map(series)) for rows in (frame, telemetry))
+    unknown = [e.name for e in entries if not e.at_step(0)]  # imported; their step 0 is no random init
+    frame["step"] = frame["step"].mask(frame["run"].isin(unknown))
     of = judge_all(entries).of
     judged = {claim.name: Judged(claim, of[claim.name]) for claim in chosen()}
     page = Page("workbench report")

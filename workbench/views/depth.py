@@ -313,7 +313,9 @@ def _of(rows: pd.DataFrame, subject: RunAtStep, form: str | None) -> pd.DataFram
         series.removesuffix(subject.entry.at_step(subject.step)) if form == "steps" else series
     )  # all steps are drawn
     own = rows[rows["run"] == subject.entry.name].assign(architecture=series)
-    return one_sample(_at(own, subject.step, form)) if len(own) else own
+    own = one_sample(_at(own, subject.step, form)) if len(own) else own
+    is_known = form == "steps" or subject.entry.at_step(subject.step)
+    return own if is_known else own.assign(step=pd.array([None] * len(own), dtype="Int64"))  # 0 would be random init
 
 
 def _title(selected: DepthOptions) -> str:
