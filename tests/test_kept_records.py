@@ -15,7 +15,7 @@ import workbench.measurement.measuring
 from workbench.interventions import INTERVENTIONS
 from workbench.measurement.measuring import measure
 from workbench.metrics import METRICS
-from workbench.runs.records import facts, load_records, one_sample
+from workbench.runs.records import SAMPLE_COLUMNS, Store, facts, load_records, one_sample, provenance, records
 from workbench.runs.run import Run
 from workbench.runs.table_cache import RecordCache
 from workbench.views import Source
@@ -52,6 +52,16 @@ def test_one_changed_weight_is_measured_again(tiny, forwards):
     after = measure(model, "loss", ids)
     assert forwards
     assert after["value"][0] != before["value"][0]
+
+
+def test_records_of_a_step_that_was_trained_anew_are_removed(tmp_path):
+    store = Store(tmp_path / "records")
+    for weights, values in (("aa", {8: 1.0, 20: 2.0}), ("bb", {8: 3.0}), ("cc", {30: 4.0})):
+        common = {"run": "x", "metric": "loss", "provenance": provenance(key=weights, version=1)}
+        rows = records(common | {"step": step, "value": value} for step, value in values.items())
+        store.put(weights, "dd", rows, records([common | {"document": 0, "step": 8}], SAMPLE_COLUMNS))
+    assert sorted(load_records([tmp_path])["value"]) == [2.0, 3.0, 4.0]
+    assert {file.name.partition("-")[0] for file in tmp_path.glob("records/*.samples.parquet")} == {"bb", "cc"}
 
 
 def test_a_hooked_model_is_neither_remembered_nor_recalled(tiny):

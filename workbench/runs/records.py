@@ -310,7 +310,11 @@ class Store:
         return stored
 
     def put(self, weights: str, data: str, frame: pd.DataFrame, samples: pd.DataFrame) -> None:
-        """Replace rows of the same metrics and positions in this or an older version; raises `WorkbenchError` if the folder refuses."""
+        """Replace rows of the same metrics and positions in this or an older version; raises `WorkbenchError` if the folder refuses.
+
+        Records of other weights at the same steps are removed: these steps were trained or saved anew.
+        """
+        steps = set(frame["step"].dropna())
         versions = pd.Series(_versions(frame["provenance"])).groupby(_measures(frame).to_numpy()).max()
         try:
             with FileLock(self.folder / ".lock", timeout=60):  # which makes the folder
@@ -325,8 +329,26 @@ class Store:
                         old = new.iloc[:0]
                     if len(old) + len(new):
                         write_parquet(pd.concat([old, new], ignore_index=True) if len(old) else new, path)
+                for path in self.folder.glob("*-*.parquet"):
+                    if not path.name.startswith(f"{weights}-"):
+                        _remove_steps(path, steps)
         except OSError as error:  # read-only, or another writer for a minute
             raise WorkbenchError(f"cannot keep records in {self.folder}: {error.strerror or error}") from error
+
+
+def _remove_steps(path: Path, steps: set[int]) -> None:
+    """Remove the rows of some steps from a file, and a file without other rows; one that cannot be read stays."""
+    with contextlib.suppress(BadCheckpoint):
+        with opened_table(path) as file:
+            if "step" not in file.schema_arrow.names or steps.isdisjoint(
+                file.read(columns=["step"])["step"].to_pylist()
+            ):
+                return
+        rows = read_parquet([path], SAMPLE_COLUMNS if path.name.endswith(".samples.parquet") else COLUMNS)
+        if len(rows := rows[~rows["step"].isin(steps).fillna(False)]):
+            write_parquet(rows, path)
+        else:
+            path.unlink()
 
 
 def metrics_of(folder: Path) -> tuple[str, ...]:
