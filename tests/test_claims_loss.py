@@ -322,6 +322,19 @@ def test_late_layers_profit(growth, early, status):
     assert found.status == status
 
 
+def test_late_layers_are_compared_within_one_setting():
+    made, told = [], []
+    for name, level, layers, depth in (
+        ("resformer", 2.70, [1, 2, 3], 4), ("resformer[layers=[2, 3]]", 2.72, [2, 3], 4),
+        ("resformer_sparse", 2.69, [5, 6, 7], 8), ("resformer_sparse[layers=[1,2]]", 2.75, [1, 2], 8),
+    ):  # fmt: skip
+        more = with_losses({name: level}, n_layers=depth, options=options(layers=layers))
+        made, told = made + more[0], told + more[1]
+    found = judged("late_layers_profit", made, (), told)
+    assert len(found.table) == 1
+    assert "4 to 8 layers" not in found.setting
+
+
 def test_a_rate_at_which_a_run_broke_is_not_the_best_of_a_size():
     made, told = [], []
     for width, level in ((10, 3.0), (20, 2.8), (40, 2.6)):

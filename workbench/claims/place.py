@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -69,41 +71,37 @@ def _differs(models: pd.DataFrame, *options: str) -> pd.Series:
 def first_layer_is_the_source(evidence: Evidence) -> Verdict:
     """The first layer's values are the right source; a later layer's values help less."""
     text = evidence.of_task("text")
-    fixed = _with_options(text, "source_layer").query("architecture == 'resformer'")
-    fixed = fixed[~_differs(fixed, "source_layer", "layers")]
-    fixed["layers"] = [tuple(json.loads(options).get("layers", ())) for options in fixed["options"]]
-    first, later = fixed[fixed["chosen"] == 0], fixed[fixed["chosen"] > 0]
-    if later.empty:
+
+    def sources(runs: Evidence) -> pd.DataFrame:
+        fixed = _with_options(runs, "source_layer").query("architecture == 'resformer'")
+        fixed = fixed[~_differs(fixed, "source_layer", "layers")]
+        layers = fixed["options"].map(lambda options: tuple(json.loads(options).get("layers", ())))
+        return fixed.assign(layers=layers)
+
+    every = sources(text)
+    later, first = (every.loc[at, "model"].tolist() for at in (every["chosen"] > 0, every["chosen"] == 0))
+    if not later:
         raise InsufficientEvidence(
             "Needs a value residual from another source: train resformer with --option source_layer=1 and 2."
         )
-    into = later.set_index("model")["layers"]
-    alike = {
-        name: [m for m, layers in into.items() if layers == mine]
-        for name, mine in zip(first["model"], first["layers"], strict=True)
-    }
-    alike.pop("resformer", None)  # compared with every later source
-    group, tuning = at_best_rates(
-        text, "resformer", tuple(into.index), also=[*into.index, *(name for name in alike if alike[name])]
-    )
-    losses, paths, counts = group.losses(), dict[str, str](), set[int]()
-    for name, source, layers in fixed[fixed["model"].isin(group.models)][["model", "chosen", "layers"]].to_numpy():
-        paths[name] = f"source layer {source:.0f}" + (
-            f" into layers {listed(list(map(str, layers)))}" if layers else ""
-        )
-        counts |= {len(layers)} if name == "resformer" or name in into else set()
-    parts = {paths[m]: group.difference(losses, "resformer", m) for m in into.index if m in paths}
+    group, tuning = at_best_rates(text, "resformer", tuple(later), also=[*later, *first])
+    losses, paths, into = group.losses(), dict[str, str](), dict[str, tuple[int, ...]]()
+    for name, source, layers in sources(group)[["model", "chosen", "layers"]].to_numpy():
+        into[name], to = layers, f" into layers {listed(list(map(str, layers)))}" if layers else ""
+        paths[name] = f"source layer {source:.0f}{to}"
+    here = [name for name in later if name in paths]
+    parts = {paths[name]: group.difference(losses, "resformer", name) for name in here}
     matched = {
-        f"{paths[name]} - {paths[m]}": group.difference(losses, name, m)
-        for name, others in alike.items() if name in paths for m in others if m in paths
+        f"{paths[one]} - {paths[name]}": group.difference(losses, one, name)
+        for one in first for name in here if one in paths and one != "resformer" and into[one] == into[name]
     }  # fmt: skip
     note = seeds_note(next(iter(parts.values())))
     equal = f"; with equal layers, {intervals_text(matched)} nats" if matched else ""
-    more = " The paths also differ in their number of layers." if len(counts) > 1 and not matched else ""
-    start = (
-        f"Loss with {paths.get('resformer', 'source layer 0')} minus that with {intervals_text(parts, ', ')} nats{note}"
-    )
-    return judged({**parts, **matched}, -1, f"{start}{equal}; {tuning}.{more}", "nats", doubt=tuning.edges)
+    lengths = {len(into[name]) for name in ("resformer", *here) if name in into}
+    more = " The paths also differ in their number of layers." if len(lengths) > 1 and not matched else ""
+    first_path, others = paths.get("resformer", "source layer 0"), intervals_text(parts, ", ")
+    sentence = f"Loss with {first_path} minus that with {others} nats{note}{equal}; {tuning}.{more}"
+    return judged({**parts, **matched}, -1, sentence, "nats", doubt=tuning.edges)
 
 
 @claim(
@@ -117,15 +115,17 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
     text = evidence.of_task("text")
     intervals, groups, tunings = dict[str, Interval](), list[Evidence](), dict[str, Tuning]()
-    for name, better, worse in _placements(text):
-        try:
+    if placements := _placements(text):  # of one setting
+        late, others = (tuple(dict.fromkeys(names)) for names in list(zip(*placements, strict=True))[1:])
+        one = replace(text, compared=[]).comparable(late, others, ignoring=("lr",))
+        text = replace(text, within=frozenset(one.runs["run"]))
+    for name, better, worse in placements:
+        with contextlib.suppress(InsufficientEvidence):  # not trained in the setting that is judged
             group, tuning = at_best_rates(text, better, worse)
-        except InsufficientEvidence:
-            continue  # not trained in the setting that is judged
-        groups.append(group)
-        tunings[str(tuning)] = tuning
-        name = f"{name} ({better})" if name in intervals else name  # of another weight
-        intervals[name] = group.difference(group.losses(), better, worse)
+            groups.append(group)
+            tunings[str(tuning)] = tuning
+            name = f"{name} ({better})" if name in intervals else name  # of another weight
+            intervals[name] = group.difference(group.losses(), better, worse)
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
         try:  # runs of one setting, of that above where it has any
             own = next((group for group in groups if model in group.models), text).comparable(model)
