@@ -328,7 +328,7 @@ def test_late_layers_are_compared_within_one_setting():
         ("resformer", 2.70, [1, 2, 3], 4), ("resformer[layers=[2, 3]]", 2.72, [2, 3], 4),
         ("resformer_sparse", 2.69, [5, 6, 7], 8), ("resformer_sparse[layers=[1,2]]", 2.75, [1, 2], 8),
     ):  # fmt: skip
-        more = with_losses({name: level}, n_layers=depth, options=options(layers=layers))
+        more = with_losses({name: level}, n_layers=depth, options=options(layers=layers, lambda_v1=depth / 8))
         made, told = made + more[0], told + more[1]
     found = judged("late_layers_profit", made, (), told)
     assert len(found.table) == 1
