@@ -65,7 +65,8 @@ at the next smaller one that was tried, by a seed that is not reported. The tabl
 - **At 20** ResFormer leads and halved values do not, so the path itself helps. But training is unfinished: the loss still falls by 0.029
   nats over the last tenth of the steps, and a test allows 0.02.
 - **At 50 and at 100** five seeds resolve no lead. The published gains of 0.01 to 0.03 are not excluded. This page used to have ResFormer
-  behind at 50, at the best rate of 20 tokens per parameter, twice the best one there.
+  behind at 50, at the best rate of 20 tokens per parameter, twice the best one there. At 50 the Transformer's loss still falls by 0.023
+  nats over the last tenth, so claims that compare with it are not tested there.
 - **At 140** ResFormer meets all three conditions and is *unresolved*. With the rates of 50 tokens per parameter (`losses140`) it ended
   -0.038 nats from the Transformer [-0.084, +0.009], and halved values lowest (-0.059 [-0.088, -0.029]). The Transformer's rate of 0.006
   is too high there: at 0.0015 the same five seeds end 0.063 nats lower [0.022, 0.103].
@@ -74,10 +75,12 @@ at the next smaller one that was tried, by a seed that is not reported. The tabl
 - **SVFormer** leads at first and ends behind at 140, as published: its validation loss is below the Transformer's at step 1,600 in all
   5 seeds, and above it at step 4,800.
 - **DenseFormer** averages hidden states over depth and leaves the values alone. It ends below the Transformer and ResFormer at 140. With
-  Holm's correction over the models its lead over the Transformer reaches 0. This page used to state that lead as -0.103 nats, at the
+  Holm's correction over the models the interval of its lead over the Transformer includes 0. This page used to state that lead as -0.103 nats, at the
   rate that is best for DenseFormer and too high for the Transformer. Now every claim on the final loss compares models at their best rates.
-- **The hidden state** is no worse a place for a residual than the values, though short runs had it as the worst. A larger embedding
-  alone (`once`: added in one place) has half of its lead at 50. So neither the repeated path nor the place is shown to matter.
+- **The hidden state** is no worse a place for a residual than the values: at 140 it ends below ResFormer. So by itself the claim that
+  values are the place is refuted at this size; among all claims of this page it is unresolved. Queries, keys and attention were not
+  trained at 140. A control that only makes the embedding larger (`once=true`) has half of the lead over the Transformer at 50, and an
+  interval around 0. So it is open whether the path helps or a larger embedding. At 8 layers and 600 steps this residual ends highest.
 
 **No sink at this size.** A pilot has 1 seed, 20 tokens per parameter and a start token before every sequence. Its strongest head gives
 the first token 0.035 of its attention, as in uniform attention. So concentration is not tested at this size.

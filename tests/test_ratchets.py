@@ -17,31 +17,31 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_638  # lines of Python in workbench/ and app/
+TOTAL = 59_800  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
-    "workbench/checkpoints": 4_556,
-    "workbench/claims": 4_080,
-    "workbench/cli": 1_503,
+    "workbench/checkpoints": 4_601,
+    "workbench/claims": 4_139,
+    "workbench/cli": 1_505,
     "workbench/data": 1_631,
-    "workbench/interventions": 2_521,
+    "workbench/interventions": 2_520,
     "workbench/jobs": 431,
     "workbench/kernels": 957,
-    "workbench/measurement": 1_136,
+    "workbench/measurement": 1_139,
     "workbench/metrics": 1_809,
-    "workbench/models": 6_211,
+    "workbench/models": 6_218,
     "workbench/observing": 8_540,
-    "workbench/plots": 3_348,
+    "workbench/plots": 3_351,
     "workbench/prompts": 3_127,
-    "workbench/reports": 1_543,
-    "workbench/runs": 2_430,
+    "workbench/reports": 1_558,
+    "workbench/runs": 2_452,
     "workbench/sklearn": 633,
-    "workbench/statistics": 585,
+    "workbench/statistics": 590,
     "workbench/storage": 888,
     "workbench/studies": 903,
     "workbench/training": 1_808,
-    "workbench/views": 5_754,
+    "workbench/views": 5_756,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`
