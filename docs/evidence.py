@@ -75,8 +75,9 @@ at the next smaller one that was tried, by a seed that is not reported. The tabl
 - **SVFormer** leads at first and ends behind at 140, as published: its validation loss is below the Transformer's at step 1,600 in all
   5 seeds, and above it at step 4,800.
 - **DenseFormer** averages hidden states over depth and leaves the values alone. It ends below the Transformer and ResFormer at 140. With
-  Holm's correction over the models the interval of its lead over the Transformer includes 0. This page used to state that lead as -0.103 nats, at the
-  rate that is best for DenseFormer and too high for the Transformer. Now every claim on the final loss compares models at their best rates.
+  Holm's correction over the models the interval of its lead over the Transformer includes 0. This page used to state that lead as -0.103
+  nats, at the rate that is best for DenseFormer and too high for the Transformer. Now every claim on the final loss compares models at
+  their best rates.
 - **The hidden state** is no worse a place for a residual than the values: at 140 it ends below ResFormer. So by itself the claim that
   values are the place is refuted at this size; among all claims of this page it is unresolved. Queries, keys and attention were not
   trained at 140. A control that only makes the embedding larger (`once=true`) has half of the lead over the Transformer at 50, and an

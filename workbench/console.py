@@ -43,7 +43,11 @@ def print_table(rows: Any) -> None:
         for row in [dict(zip(names, names, strict=True)), *rows] if names else ():
             print("\t".join("" if _missing(row[name]) else " ".join(str(row[name]).split()) for name in names))
         return
-    cells = {name: [_cell(row[name]) for row in rows[:ROWS]] for name in names}
+    shown = [
+        {k: f"{v:.5g}" if isinstance(v, float) else str(v) for k, v in row.items() if not _missing(v)}
+        for row in rows[:ROWS]
+    ]
+    cells = {name: [row.get(name, "") for row in shown] for name in names}
     several = [name for name in names if name not in ("value", "se") and len(rows) > 1]
     constant = [name for name in several if len({str(row[name]) for row in rows}) == 1]  # in all rows and digits
     numeric = [name for name in names if all(_missing(row[name]) or isinstance(row[name], int | float) for row in rows)]
@@ -115,10 +119,6 @@ def _missing(value: Any) -> bool:
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)
     )
-
-
-def _cell(value: Any) -> str:
-    return "" if _missing(value) else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 Progress = Callable[[int, int, str], None]  # called with (pieces done, number of pieces, present piece)

@@ -315,7 +315,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
         columns["last sink mass, strongest head"] = heads.groupby("run").max()
     elif metric == "tokens_per_second":
         columns["tokens per second, median over training"] = rows.groupby("run")["value"].median()
-    elif not (judged.claim.final_loss and metric in ("validation_loss", "loss_difference")):
+    elif len(last) and not (judged.claim.final_loss and metric in ("validation_loss", "loss_difference")):
         columns[f"last {metric.replace('_', ' ')}, mean"] = last.groupby("run")["value"].mean()
     table = pd.DataFrame([
         {"run": e.name, "model": architecture_label(e.series), "seed": e.seed,

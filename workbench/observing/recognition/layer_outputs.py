@@ -322,9 +322,6 @@ class _Sums:
             self._few_of[id(part)] = part[:_FEW].double().flatten()
         return self._few_of[id(part)]
 
-    def _few_sum(self, parts: list[Tensor]) -> Tensor:
-        return torch.stack([self._few(part) for part in parts]).sum(0)
-
     def plain(self, parts: list[Tensor]) -> list[float] | None:
         """out = in + parts."""
         for few in (_FEW, len(self.out)):
@@ -367,7 +364,7 @@ class _Sums:
 
     def averaged(self, parts: list[Tensor]) -> list[float] | None:
         """out = a weighted sum of the earlier streams and of in + parts."""
-        added = self._few_sum(parts)
+        added = torch.stack([self._few(part) for part in parts]).sum(0)
         left, made = (x - self.streams @ (self.streams.T @ x) for x in (self.few_out, added + self._few(self.before)))
         size, total = float(made.square().sum()), float(self.few_out.norm())
         factor = float((left * made).sum()) / size if size else 0.0
