@@ -166,6 +166,30 @@ def test_a_rival_at_one_rate_does_not_leave_the_others_untuned():
     assert found.table["value"].abs().max() < 0.01
 
 
+def test_a_comparison_that_cannot_be_made_is_named_with_its_reason():
+    """GQA has the seed that chose its rate alone; residuals in the early layers diverged."""
+    made, told = [], []
+    for name in ("transformer", "svformer", "gqa"):
+        tried = [run(name, 4, lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)]
+        tried += [run(name, s, lr=2e-3) for s in range(3)] if name != "gqa" else []
+        told += losses(tried, lambda of: 2.7 + 0.1 * (of["lr"] != 2e-3), ("a",))
+        made += tried
+    caches = [row(of, "cache_bytes", 625.0 if of["model"] == "svformer" else 1000.0, step=LAST) for of in made]
+    found = judged("half_the_cache_for_a_small_penalty", made, caches, told).sentence
+    assert (
+        "not compared with GQA or CLA of the same cache. The best learning rate of each model was chosen on seed"
+        in found
+    )
+    assert "Train GQA2 at 0.002 on 3 other seeds." in found
+
+    places = {"resformer": [0, 1, 2, 3], "resformer[layers=[2, 3]]": [2, 3], "resformer[layers=[0, 1]]": [0, 1]}
+    made = [of for name, layers in places.items() for of in runs(name, options=options(layers=layers))]
+    told = losses(made, lambda of: float("nan") if of["model"].endswith("=[0, 1]]") else 2.7, ("a",))
+    found = judged("late_layers_profit", made, (), told).sentence
+    assert "Left out: late - early layers' loss. " in found
+    assert "late - all layers' loss +0" in found
+
+
 def _tuned(best, edge=4e-3):
     """A sweep of seed 4 over 300 steps, and five times as long trainings of three seeds at each model's best rate."""
     made, told = [], []

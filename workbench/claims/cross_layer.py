@@ -42,15 +42,17 @@ def same_key_averaging_approximates(evidence: Evidence) -> Verdict:
     with contextlib.suppress(InsufficientEvidence):
         start = mine.rows("cross_layer_approximation", step="first", variant=...).groupby("variant")["value"].mean()
         at_init = f" (at random init same-key {start['same_key']:.2f}, identity {start['identity']:.2f})"
-    with contextlib.suppress(InsufficientEvidence):  # models that were trained with the approximations
+    try:  # models that were trained with the approximations
         group, tuning = at_best_rates(evidence.of_task("text"), "transformer", TRAINED, also=TRAINED)
         losses = group.losses()
         minus = {model_name(m): group.difference(losses, m) for m in TRAINED if m in group.models}
-        trained = f"; trained so, loss minus the Transformer's: {intervals_text(minus, ', ')} nats, {tuning}"
+        trained = f"; trained so, loss minus the Transformer's: {intervals_text(minus, ', ')} nats, {tuning}."
+    except InsufficientEvidence as reason:
+        trained = f". Models trained so are not compared. {reason}"
     sentence = (
         f"Cosine with cross-layer attention: same-key {cosine['same_key']:.2f}, identity {cosine['identity']:.2f}, the layer's own output "
         f"alone {own:.2f}{at_init}; same-key - identity by layer: {intervals_text(intervals, ', ')}{seeds_note(rows['seed'].nunique())}"
-        f"{trained}."
+        f"{trained}"
     )
     # as close without the other layer: then it is no approximation of attention to both
     return judged(intervals, 1, sentence, "cosine", doubt=cosine["same_key"] <= own)

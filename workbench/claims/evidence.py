@@ -219,9 +219,11 @@ class Evidence:
         if not candidates:
             runs_of = self.runs[self.runs["model"].isin(names)]
             differ = [c for c in equal if runs_of[c].nunique(dropna=False) > 1]
+            apart = f"never under equal conditions: they differ in {listed(differ)}"
+            apart = "not together in the setting that is compared" if self.within else apart
             raise InsufficientEvidence(
-                f"{listed([' or '.join(map(model_name, g)) for g in groups])} are here, but never under equal conditions: they differ in "
-                f"{listed(differ)}. Train them with equal data, length, size and recipe."
+                f"{listed([' or '.join(map(model_name, g)) for g in groups])} are here, but {apart}. "
+                "Train them with equal data, length, size and recipe."
             )
 
         def order(candidate: tuple[int, pd.DataFrame]) -> tuple[float, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -37,23 +36,26 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
     model = "exclusive_attention"
     text = evidence.of_task("text")
     alike = replace(text, compared=[]).comparable("transformer", model, ignoring=("T", "batch", "lr"))
-    leads, tunings = dict[float, pd.Series](), dict[str, Tuning]()
+    leads, tunings, left_out = dict[float, pd.Series](), dict[str, Tuning](), ""
     for length, runs in alike.runs.groupby("T"):
-        with contextlib.suppress(InsufficientEvidence):
+        try:
             pair, tuning = at_best_rates(text.of_runs(runs), "transformer", model)
             losses = pair.losses()
             both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
-            if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
-                leads[float(str(length))], tunings[str(tuning)] = lead, tuning
+        except InsufficientEvidence as reason:
+            left_out += f" Left out: {length} tokens. {reason}"
+            continue
+        if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
+            leads[float(str(length))], tunings[str(tuning)] = lead, tuning
     if not leads:
-        raise InsufficientEvidence(f"Needs transformer and {model} trained under equal conditions.")
+        raise InsufficientEvidence(f"Needs transformer and {model} trained under equal conditions.{left_out}")
     first, last = min(leads), max(leads)
     parts = {f"{length:.0f} tokens": over_seeds(lead) for length, lead in leads.items()}
     longer = {"longest - shortest": paired_seeds(leads[last], leads[first])} if last > first else {}
     note = "" if longer else "; whether it grows with length needs runs of several"
     few = seeds_note(next(iter(parts.values())))
     numbers = intervals_text({**parts, **longer})
-    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers} nats{few}{note}; {'; '.join(tunings)}."
+    sentence = f"Loss of {model_name(model)} minus the Transformer's: {numbers} nats{few}{note}; {'; '.join(tunings)}.{left_out}"
     doubt = not longer or any(tuning.edges for tuning in tunings.values())
     return judged(parts, -1, sentence, "nats", also=longer, doubt=doubt)
 

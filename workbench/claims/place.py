@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -114,18 +113,21 @@ def first_layer_is_the_source(evidence: Evidence) -> Verdict:
 def late_layers_profit(evidence: Evidence) -> Verdict:
     """Late layers profit most from the first layer's values."""
     text = evidence.of_task("text")
-    intervals, groups, tunings = dict[str, Interval](), list[Evidence](), dict[str, Tuning]()
+    intervals, groups, tunings, left_out = dict[str, Interval](), list[Evidence](), dict[str, Tuning](), ""
     if placements := _placements(text):  # of one setting
         late, others = (tuple(dict.fromkeys(names)) for names in list(zip(*placements, strict=True))[1:])
         one = replace(text, compared=[]).comparable(late, others, ignoring=("lr",))
         text = replace(text, within=frozenset(one.runs["run"]))
     for name, better, worse in placements:
-        with contextlib.suppress(InsufficientEvidence):  # not trained in the setting that is judged
+        name = f"{name} ({model_name(better)})" if name in intervals else name  # of another weight
+        try:
             group, tuning = at_best_rates(text, better, worse)
-            groups.append(group)
-            tunings[str(tuning)] = tuning
-            name = f"{name} ({better})" if name in intervals else name  # of another weight
             intervals[name] = group.difference(group.losses(), better, worse)
+        except InsufficientEvidence as reason:  # often not trained in the setting that is judged
+            left_out += f" Left out: {name}. {reason}"
+            continue
+        groups.append(group)
+        tunings[str(tuning)] = tuning
     for model in (m for m in text.models if m.startswith("resformer_learnable")):
         try:  # runs of one setting, of that above where it has any
             own = next((group for group in groups if model in group.models), text).comparable(model)
@@ -144,7 +146,7 @@ def late_layers_profit(evidence: Evidence) -> Verdict:
     note = "" if depth >= 8 else f" At {depth} layers late and early are hardly apart."
     units = {name: "weight per layer" for name in intervals if name.startswith("growth")}
     signs = [1 if name in units else -1 for name in intervals]
-    sentence = f"{'; '.join([intervals_text(intervals, notes=True), *tunings])}.{note}"
+    sentence = f"{'; '.join([intervals_text(intervals, notes=True), *tunings])}.{note}{left_out}"
     edges = any(tuning.edges for tuning in tunings.values())
     doubt = edges or not any(name.startswith("late - early") for name in intervals)
     return judged(intervals, signs, sentence, "nats", units, doubt=doubt)
