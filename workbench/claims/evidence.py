@@ -256,7 +256,10 @@ class Evidence:
 
     @property
     def _tuned(self) -> pd.DataFrame:
-        """Runs at the best learning rate of their model in a sweep of another length and other seeds, and facts of the sweep."""
+        """Runs at the best learning rate of their model in a sweep of other seeds, and facts of the sweep.
+
+        The sweep has their length, or another length if theirs has none.
+        """
         key = self._names, None if self.sweeps is None else frozenset(self.sweeps["run"])
         if key not in self.tuned_of:
             self.tuned_of[key] = self.find_tuned()
@@ -264,30 +267,28 @@ class Evidence:
 
     def find_tuned(self) -> pd.DataFrame:
         """Compute the same without the memory of earlier answers."""
-        every, tuned = self.runs if self.sweeps is None else self.sweeps, list[pd.DataFrame]()
-        if every["steps"].nunique(dropna=False) < 2 or every["lr"].nunique() < RATES:
-            return self.runs.head(0)
-        for _, alike in every.groupby([c for c in SETTING if c not in ("lr", "steps", "warmup")], dropna=False):
-            if alike["steps"].nunique(dropna=False) < 2 or alike["lr"].nunique() < RATES:
-                continue
-            of_one_rate = alike.groupby(["steps", "model", "seed"], dropna=False)["lr"].transform("nunique") == 1
-            for steps, sweep in alike.groupby("steps"):
-                by_model = sweep.dropna(subset="lr").groupby("model")["lr"].agg(set)
-                tried = by_model[by_model.map(len) >= RATES]
-                shared = set.intersection(*tried) if len(tried) else set()
-                others = alike[of_one_rate & (alike["steps"] != steps) & alike["model"].isin(tried.index)]
-                others = others[~others["seed"].isin(sweep["seed"]) & others["run"].isin(self.runs["run"])]
-                if len(shared) < RATES or others.empty:
-                    continue
-                part = sweep[sweep["model"].isin(tried.index) & sweep["lr"].isin(shared)]
-                rates = part.groupby("seed")["run"].nunique()
-                part = part[
-                    part["seed"].isin(rates.index[rates == rates.max()])
-                ]  # other seeds of this length have one rate
-                at_best = others[others["lr"] == others["model"].map(best_rates(self.of_runs(part).losses()))]
-                seeds = listed([str(seed) for seed in sorted(part["seed"].unique())])
-                edge = at_best["lr"].isin([min(shared), max(shared)])
-                tuned.append(at_best.assign(rates=len(shared), chosen_on=seeds, edge=edge))
+        every, tuned, length = (
+            self.runs if self.sweeps is None else self.sweeps,
+            list[pd.DataFrame](),
+            ["steps", "warmup"],
+        )
+        every = every.dropna(subset=["lr", *length])
+        for _, alike in every.groupby([c for c in SETTING if c not in ("lr", *length)], dropna=False):
+            many = alike.groupby([*length, "model", "seed"])["lr"].transform("nunique") >= RATES
+            sweeps = dict(list(alike[many].groupby(length)))
+            for at, sweep in sweeps.items():
+                shared = set.intersection(*sweep.groupby("model")["lr"].agg(set))
+                sweep = sweep[sweep["lr"].isin(shared)]
+                sweep = sweep[sweep.groupby(["model", "seed"])["lr"].transform("nunique") == len(shared)]
+                reported = alike[~many & ~alike["seed"].isin(sweep["seed"]) & alike["run"].isin(self.runs["run"])]
+                lengths = pd.MultiIndex.from_frame(reported[length])
+                reported = reported[(lengths == at) | ~lengths.isin(list(sweeps))]
+                with contextlib.suppress(InsufficientEvidence):  # no losses, so no best rates
+                    best = best_rates(self.of_runs(sweep).losses()) if len(shared) >= RATES else {}
+                    at_best = reported[reported["lr"] == reported["model"].map(best)]
+                    on = listed([str(seed) for seed in sorted(sweep["seed"].unique())])
+                    edge = at_best["lr"].isin([min(shared), max(shared)])
+                    tuned.append(at_best.assign(rates=len(shared), chosen_on=on, edge=edge))
         return pd.concat(tuned).drop_duplicates(["run", "chosen_on"]) if tuned else self.runs.head(0)
 
     def written(self, metric: str) -> pd.DataFrame:
