@@ -297,6 +297,8 @@ def test_pictures_are_drawn_where_a_browser_is(ask, tmp_path):
     svg = write(ask, link, tmp_path / "v.svg", only="layers")[0].read_text()
     assert svg.startswith("<svg")
     assert "Sink mass" in svg
+    again = write(ask, link, tmp_path / "again.svg", only="layers")[0].read_text()
+    assert again == svg, "one command, one file; plotly's names of clips are random"
     assert write(ask, link, tmp_path / "v.png", only="layers")[0].read_bytes()[:4] == b"\x89PNG"
     drawing = layers(ask, link)
     for mm in (COLUMN, PAGE):
