@@ -249,6 +249,7 @@ def test_measures_are_compared_at_the_rates_that_another_seed_chose():
     ]
     found = judged("neutreno_smooths_less", made, rows, told)
     assert "rate 0.002 to 0.004" in found.setting
+    assert found.setting.endswith("each model at its best of 4 rates, chosen on seed 4")
     trained = found.table.set_index("comparison").loc["trained"]
     assert (trained["value"], trained["n"]) == (pytest.approx(-0.2), 3)
 
