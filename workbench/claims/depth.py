@@ -42,7 +42,7 @@ def richer_values(evidence: Evidence) -> Verdict:
     layers = {f"layer {n}": pair.difference(rows, model) for n, rows in own.groupby("layer")}
     more = sum(i.value > 0 for i in layers.values())
     shown = {**layers, "effective values": effective, "scale (trace)": pair.difference(scale, model)}
-    made = f", {1 - whole.value / effective.value:.0%} of it the construction's" if effective.value > 0 else ""
+    made = f", {min(1 - whole.value / effective.value, 1):.0%} of it the construction's" if effective.value > 0 else ""
     sentence = (
         f"Effective rank of own values, {model_name(model)} - Transformer, layers after the first: {whole} directions{seeds_note(whole)}, "
         f"more in {more} of {len(layers)} layers; trained minus init {parts['beyond init']}, at equal loss {parts['at equal loss']}; "

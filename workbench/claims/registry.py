@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.claims.evidence import SETTING, Evidence
+from workbench.claims.evidence import RECIPE, SETTING, Evidence
 from workbench.claims.final_loss_conditions import NAMED, TESTED, tokens_per_parameter, unmet_condition
 from workbench.claims.verdict import DECIDED, ROLES, InsufficientEvidence, Verdict, of_settings
 from workbench.claims.verdict_wording import WORDS, differences_of, listed, scope_of, setting_of
@@ -80,7 +80,8 @@ class Claim:
         tested = [one for one in each if math.isfinite(one[2].p)] or each[:1]
         others = each[len(tested) :]
         shorter = shorter_trainings([(v, rank[-1]) for rank, _, v in others]) if self.final_loss else ""
-        lead, untested = replace(tested[0][2], sentence=f"{tested[0][2].sentence}{shorter}"), len(others)
+        lead, untested = self._at_equal_rates(evidence.runs, [v for _, _, v in tested]), len(others)
+        lead = replace(lead, sentence=f"{lead.sentence}{shorter}")
         if len(tested) < 2:
             return replace(lead, untested=untested)
         labels = differences_of([rows for _, rows, _ in tested])
@@ -88,6 +89,23 @@ class Claim:
         names = [name + budget for name, budget in zip(labels, budgets, strict=True)]
         verdicts = [lead, *(v for _, _, v in tested[1:])]
         return replace(of_settings(list(zip(names, verdicts, strict=True))), untested=untested)
+
+    def _at_equal_rates(self, runs: pd.DataFrame, tested: Sequence[Verdict]) -> Verdict:
+        """Return the first verdict, open if a measure's difference between models of unequal rates turns round at one rate."""
+        lead, runs = tested[0], runs.drop_duplicates("run").set_index("run")
+        mine = runs.loc[[*lead.runs]]
+        if self.final_loss or lead.status not in ("supported", "refuted") or mine["lr"].nunique() < 2:
+            return lead
+        for other in tested[1:]:
+            theirs = runs.loc[[*other.runs]]
+            if theirs["lr"].nunique() == 1 and len(pd.concat([mine, theirs])[[*RECIPE]].drop_duplicates()) == 1:
+                both = lead.table.merge(other.table, on=["comparison", "role"])
+                turned = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
+                for _, one in turned.head(1).iterrows():
+                    at = f"At one rate of {theirs['lr'].iloc[0]:g} it is {one['value_y']:+.3g} {one['unit_y']}"
+                    open_ = f" {one['comparison'].capitalize()}: {one['value_x']:+.3g} at unequal rates. {at}. So the rates may explain it."
+                    return replace(lead, status="unresolved", p=1.0, sentence=f"{lead.sentence}{open_}")
+        return lead
 
     def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:
         """Verdict in one setting, whether it has the claim's control, and training tokens per parameter of the compared runs."""
