@@ -91,20 +91,24 @@ class Claim:
         return replace(of_settings(list(zip(names, verdicts, strict=True))), untested=untested)
 
     def _at_equal_rates(self, runs: pd.DataFrame, tested: Sequence[Verdict]) -> Verdict:
-        """Return the first verdict, open if a measure's difference between models of unequal rates turns round at one rate."""
+        """Return the first verdict, unresolved if a measure's difference at unequal rates has the opposite sign at one rate."""
         lead, runs = tested[0], runs.drop_duplicates("run").set_index("run")
-        mine = runs.loc[[*lead.runs]]
-        if self.final_loss or lead.status not in ("supported", "refuted") or mine["lr"].nunique() < 2:
+        compared = runs.loc[[*lead.runs]]
+        if self.final_loss or lead.status not in ("supported", "refuted") or compared["lr"].nunique() < 2:
             return lead
         for other in tested[1:]:
-            theirs = runs.loc[[*other.runs]]
-            if theirs["lr"].nunique() == 1 and len(pd.concat([mine, theirs])[[*RECIPE]].drop_duplicates()) == 1:
+            alike = runs.loc[[*other.runs]]
+            if alike["lr"].nunique() == 1 and len(pd.concat([compared, alike])[[*RECIPE]].drop_duplicates()) == 1:
                 both = lead.table.merge(other.table, on=["comparison", "role"])
-                turned = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
-                for _, one in turned.head(1).iterrows():
-                    at = f"At one rate of {theirs['lr'].iloc[0]:g} it is {one['value_y']:+.3g} {one['unit_y']}"
-                    open_ = f" {one['comparison'].capitalize()}: {one['value_x']:+.3g} at unequal rates. {at}. So the rates may explain it."
-                    return replace(lead, status="unresolved", p=1.0, sentence=f"{lead.sentence}{open_}")
+                reversed_ = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
+                for name, unequal, equal, unit in reversed_[["comparison", "value_x", "value_y", "unit_y"]].to_numpy()[
+                    :1
+                ]:
+                    more = (
+                        f" {name.capitalize()}: {unequal:+.3g} at unequal rates. At one rate of {alike['lr'].iloc[0]:g} it is "
+                        f"{equal:+.3g} {unit}. So the rates may explain it."
+                    )
+                    return replace(lead, status="unresolved", p=1.0, sentence=f"{lead.sentence}{more}")
         return lead
 
     def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:
