@@ -119,6 +119,38 @@ def test_a_line_whose_points_have_different_numbers_of_seeds_says_so():
     assert "depending on" not in plots.plot(pd.concat([frame, later]), form="steps").layout.title.subtitle.text
 
 
+def test_numbers_of_a_model_whose_seeds_end_at_different_steps_say_how_many_seeds_they_have():
+    """A seed that stopped early is in no mean of a later step, and its last step is in no mean of the others' last."""
+    one = {"architecture": "denseformer", "n": 4, "data": "validation"}
+    frame = records(
+        one | {"run": f"s{s}", "seed": s, "step": step, "metric": metric, "layer": n, "value": 10.0**s, **axes}
+        for s in range(3) for step in ((0, 8, 20) if s else (0, 8)) for n in range(2)
+        for metric, axes in (("sink_mass", {"head": 0}), ("coefficient", {"part": "own"}), ("gradient_norm", {"part": "W_V"}),
+                             ("value_ablation", {"variant": "zero"}))
+    )  # fmt: skip
+    few, at_20 = "DenseFormer: 2 to 3 seeds, depending on the step", "DenseFormer at step 20: 2 of 3 seeds"
+    profile = plots.plot(of(frame, "sink_mass"), form="profile")
+    maps = plots.plot(of(frame.assign(head=frame["layer"]), "sink_mass", step=20), form="heads")
+    drawn = [(plots.gradient_map(frame), few), (plots.coefficients_figure(frame), few), (profile, at_20)]
+    for figure, note in drawn:
+        said = figure.layout.title.subtitle.text.replace("<br>", " ")
+        assert note in said
+        assert "3 seeds per model" in said
+    assert "seeds," not in maps.layout.title.subtitle.text, "none is lacking in what is drawn"
+    assert "trained: step 8, 20" in profile.layout.title.subtitle.text.replace("<br>", " ")
+    np.testing.assert_allclose(named(profile, "DenseFormer")[-1].y, [55, 55])
+    zero = plots.ablation(frame)
+    np.testing.assert_allclose(zero.data[0].y, [55])
+    assert "2 seeds per model" in zero.layout.title.subtitle.text
+
+
+def test_a_profile_of_models_measured_at_different_steps_names_them():
+    frame = of(rows(seeds=1), "importance_entropy")
+    later = frame["step"].mask((frame["architecture"] == "resformer") & (frame["step"] > 0), 40)
+    said = plots.plot(frame.assign(step=later), form="profile").layout.title.subtitle.text.replace("<br>", " ")
+    assert "trained: ResFormer step 40, SVFormer step 20, Transformer step 20" in said
+
+
 def test_a_map_of_small_shares_spends_its_colours_on_them_and_prints_a_true_minus():
     cell = {"run": "a", "architecture": "transformer", "seed": 0, "metric": "sink_mass", "unit": "share", "step": 0}
     for values, top in (((0.004, 0.02), 0.02), ((0.004, 0.6), 1.0)):
@@ -211,6 +243,9 @@ def test_the_race_marks_each_seed_on_the_line():
     assert list(marks.x) == [2, 4]
     assert list(marks.y) == [2.0, 2.0]
     assert figure.layout.shapes[0].y0 == 2.0
+    first_empty = {("svformer", 0): curve(2), ("svformer", 1): [float("nan"), *curve(4)[1:]]}
+    (marks,) = [t for t in plots.race_figure(race(first_empty)).data if t.mode == "markers"]
+    assert (list(marks.x), list(marks.y)) == ([2, 4], [2.0, 2.0]), "a batch without copied tokens has no copy loss"
     with pytest.raises(WorkbenchError, match="copy_loss"):
         plots.race_figure(rows())
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from workbench.claims.judging import chosen, judge, with_figure
 from workbench.claims.verdict import Verdict
 from workbench.places import SHIPPED
 from workbench.reports import runs_report
-from workbench.reports.runs_report import series_by_run, write_report
+from workbench.reports.runs_report import series_by_run, up_to_date, write_report
 from workbench.runs import tracker_export
 from workbench.runs.catalogue import catalogue
 from workbench.runs.records import records, write_parquet
@@ -80,6 +81,59 @@ def test_the_report_averages_no_runs_of_two_experiments():
     first, second = named.values()
     assert "transformer · start token none" in first | second
     assert not first & second
+
+
+def runs_with(folder, **settings):
+    """Runs by name: architecture, options, and settings of `run.json` that differ from the others' as `train.lr`."""
+    for name, (architecture, options, changes) in settings.items():
+        dashboard.run(folder, name, architecture, 0, "text", steps=(20,))
+        info = json.loads((folder / name / "run.json").read_text()) | {"options": options}
+        for key, value in changes.items():
+            info[key.partition(".")[0]][key.partition(".")[2]] = value
+        file_io.write_json(folder / name / "run.json", info)
+    return series_by_run(catalogue(folder).entries)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "second"),
+    [({"train.save_every": 7}, "", ""), ({"train.lr": 2e-3}, "", " · rate 0.002"), ({"data.kind": "tokens"}, " · text", " · tokens")],
+)  # fmt: skip
+def test_the_report_names_what_tells_two_experiments_apart(tmp_path, changes, first, second):
+    """Options that are equal within each experiment; settings and tasks, also if no model is in both."""
+    names = runs_with(
+        tmp_path, a=("transformer", {}, {}), b=("resformer_constant", {"lambda_v1": 1.0}, {}),
+        c=("resformer_constant", {"lambda_v1": 2.0}, changes), d=("svformer", {}, changes),
+    )  # fmt: skip
+    assert names == {
+        "a": f"transformer{first}", "b": f"resformer_constant lambda_v1=1.0{first}",
+        "c": f"resformer_constant lambda_v1=2.0{second}", "d": f"svformer{second}",
+    }  # fmt: skip
+
+
+def test_the_report_draws_copying_by_task_and_speaks_of_distances_on_repeated_tokens_only(tmp_path):
+    for name, kind in (("a-svformer-s0", "repeated"), ("b-svformer-s0", "backcopy")):
+        common = dashboard.run(tmp_path, name, "svformer", 0, "repeated", steps=(20,))
+        info = json.loads((tmp_path / name / "run.json").read_text())
+        info["data"] |= {"kind": kind, "shortest": 4}
+        file_io.write_json(tmp_path / name / "run.json", info)
+        rows = [common | {"metric": "copy_loss", "step": s, "value": 4.0 - s, "unit": "nats"} for s in range(4)]
+        write_parquet(records(rows), tmp_path / name / "telemetry" / "000000-000004.parquet")
+    page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    assert re.findall("<h2>(Copying.*?)</h2>", page) == ["Copying (backcopy)", "Copying"]
+    assert page.count("has its own distance to the copy") == 1
+    (tmp_path / "a-svformer-s0" / "run.json").unlink()
+    assert "distance to the copy" not in write_report(tmp_path, tmp_path / "report.html").read_text()
+
+
+def test_a_report_is_out_of_date_after_a_change_of_a_run_inside_a_study(tmp_path):
+    page, study = tmp_path / "report.html", tmp_path / "study"
+    dashboard.run(study, "a", "transformer", 0, "repeated", steps=(20,))
+    (study / "provenance.json").write_text("{}")
+    page.write_text("")
+    os.utime(page, (2e9, 2e9))
+    assert up_to_date(page, tmp_path)
+    os.utime(study / "a" / "run.json", (3e9, 3e9))
+    assert not up_to_date(page, tmp_path)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.plots.record_figures import Legend, checked, lines, whole_ticks
+from workbench.plots.record_figures import Legend, checked, fewer_seeds, lines, steps_after_init, whole_ticks
 from workbench.plots.style import (
     GREY,
     MINUS,
@@ -40,7 +40,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure, legend = make_subplots(1, 1), Legend(ordered(rows["architecture"]))
     drawn, width = thinned(rows, HALF_POINTS)
     lines(figure, drawn, "step", {"row": 1, "col": 1}, legend)
-    start = rows[rows["step"] == rows["step"].min()].groupby("run")["value"].mean()
+    start = rows.sort_values("step").groupby("run")["value"].first()
     half = float(start.mean()) / 2
     figure.add_hline(y=half, line={"color": GREY, "dash": "dot"})
     steps = formation_steps(frame).dropna(subset="formation_step")
@@ -56,7 +56,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
     figure.update_xaxes(title_text="training step", type="log" if log_x else "linear")
     figure.update_yaxes(title_text=axis_title("copy loss (nats)", "lower: copies better"), rangemode="tozero")
     under = subtitle(
-        rows, "loss of the tokens that can be copied from earlier ones", *sorted(legend.bands),
+        rows, "loss of the tokens that can be copied from earlier ones", *fewer_seeds([("step", drawn)], rows), *sorted(legend.bands),
         f"each point the mean of all records within {width} steps" if width > 1 else "", "dotted: half of the loss at the start",
         "ring: a seed crosses it",
     )  # fmt: skip
@@ -76,11 +76,11 @@ def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
 def ablation(frame: pd.DataFrame) -> go.Figure:
     """Plot the change of the loss when values are replaced by their token mean or zero, by layer and in all deep layers.
 
-    A run that was measured at several steps is drawn at its last one.
+    A model that was measured at several steps is drawn at its last one.
     """
     of_values = frame["metric"].str.endswith("value_ablation")
     rows = checked(frame[of_values & frame["variant"].isin(["token_mean", "zero"])])
-    rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
+    rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("architecture")["step"].transform("max"))]
     deep = after_the_first(rows)
     names = ordered(deep["architecture"])
     titles = [label(n) for n in names]
@@ -114,7 +114,7 @@ def ablation(frame: pd.DataFrame) -> go.Figure:
     under = subtitle(
         deep, "pale: values set to zero", "full: values replaced by their token's mean",
         f"{together}: all of these layers at once" if deep["layer"].isna().any() and len(layers) > 1 else "",
-        f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", without,
+        f"whisker: {'range over seeds' if seeds else 'standard error over documents'}", steps_after_init(deep), without,
     )  # fmt: skip
     figure = dressed(figure, "Loss change under value replacement", under, 320)
     return at_least(figure, 110 * len(names)) if len(names) > 1 else figure

@@ -242,6 +242,9 @@ def plot(
     dashed = "dashed: step 0, random init" if INIT in legend.names else ""
     if frame.groupby(["architecture", "seed"])["run"].nunique().gt(1).any():
         legend.bands.add("runs of one seed averaged")
+    axes = [(LINES.get(p.form, ("layer", ""))[0], p.rows) for p in panels]
+    apart = any(p.form in ("profile", "ranks", "bars") for p in panels)  # a step has no title of its own there
+    legend.bands.update(fewer_seeds(axes, frame), [steps_after_init(frame)] if apart else [])
     under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, white) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
@@ -355,6 +358,39 @@ def _seeds(rows: pd.DataFrame) -> str:
     return "seed" if rows["seed"].notna().all() else "run"
 
 
+def fewer_seeds(panels: Sequence[tuple[str, pd.DataFrame]], frame: pd.DataFrame) -> list[str]:
+    """Return a caption's notes on models of which some drawn number has fewer seeds than the model has in the figure's `frame`.
+
+    `panels`: the x axis of each panel, a column, and its rows. Lines over steps are one curve, all other steps are drawn apart.
+    """
+    seed, counts, notes = _seeds(frame), [], []
+    for i, (x, rows) in enumerate(panels):
+        at = rows["step"] if x != "step" else rows["step"] * math.nan
+        places = [rows["architecture"], at.rename("at"), rows[x].rename("x")]
+        each = rows[rows["control"].isna()].groupby(places, dropna=False)[seed].nunique()
+        counts.append(each.reset_index(name="n").assign(panel=i, axis=x))
+    in_figure = frame[frame["control"].isna()].groupby("architecture")[seed].nunique()
+    for (name, at), part in pd.concat(counts).groupby(["architecture", "at"], dropna=False):
+        low, high, n = part["n"].min(), part["n"].max(), in_figure[name]
+        varies = part.groupby("panel")["n"].nunique().gt(1).any()
+        by = dict(LINES.values()).get(part["axis"].iloc[0], "").removeprefix("training ") if varies else "panel"
+        many = f"{low} to {high} seeds, depending on the {by}" if low < high else f"{high} of {n} seeds"
+        when = "" if pd.isna(at) or ", step " in name else f" at step {at:.0f}"
+        notes += [f"{label(name)}{when}: {many}"] if low < n else []
+    return notes
+
+
+def steps_after_init(frame: pd.DataFrame) -> str:
+    """Return a caption's note on the steps of a figure that draws several of them, by model if they differ; else empty."""
+    known = frame[frame["control"].isna() & ~frame["architecture"].str.contains(", step ", regex=False)]
+    steps = known[known["step"] > 0].groupby("architecture")["step"].unique()
+    if known["step"].nunique() < 2 or not len(steps):
+        return ""
+    texts = {label(str(name)): "step " + ", ".join(f"{step:.0f}" for step in sorted(of)) for name, of in steps.items()}
+    alike = set(texts.values())
+    return "trained: " + (alike.pop() if len(alike) == 1 else ", ".join(f"{name} {at}" for name, at in texts.items()))
+
+
 def _curve(
     rows: pd.DataFrame, x: str, smooth: int = 1, *, paired: bool = False, spread: str = "range"
 ) -> tuple[pd.DataFrame, str, bool]:
@@ -408,10 +444,7 @@ def lines(
             if band and alone:
                 band = "one pair of runs, ± standard error with the documents of A and B taken as independent"
             note = beyond_range(part["unit"].iloc[0], curve["mean"], curve["low"], curve["high"], difference=paired)
-            seeds = part.groupby(x)[_seeds(part)].nunique()
-            few = f"{label(architecture)}: {seeds.min()} to {seeds.max()} seeds, depending on the {x}"
             legend.bands.update((f"{MINUS}: {band}" if band and paired else band, note if of_seeds else ""))
-            legend.bands.add(few if of_seeds and seeds.min() < seeds.max() else "")
             _line(figure, curve, architecture, x, step, where, legend, init=step == 0 and at_init, of_seeds=of_seeds)
     controls = rows[rows["control"].notna()]
     if at_init:  # of what is drawn in full, not a mean with those of random init

@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import LUMINANCES, colour_of
 from workbench.plots.comparisons_and_animations import AXES, subtracted
-from workbench.plots.record_figures import MAX_WHOLE, checked, plot
+from workbench.plots.record_figures import MAX_WHOLE, checked, fewer_seeds, plot
 from workbench.plots.style import (
     DIVERGING,
     MINUS,
@@ -178,7 +178,7 @@ def gradient_map(frame: pd.DataFrame) -> go.Figure:
     """Draw gradient norms by matrix and layer over training, one panel per architecture, on one logarithmic colour scale."""
     rows = means_of_matrices(frame)
     parts = [(label(name), rows[rows["architecture"] == name]) for name in ordered(rows["architecture"])]
-    return gradient_maps(parts, told=matrices_at(frame))
+    return gradient_maps(parts, told=matrices(frame))
 
 
 def gradient_maps(
@@ -212,7 +212,8 @@ def gradient_maps(
 
 
 def _reading(rows: pd.DataFrame) -> list[str]:
-    return ["mean over seeds" if rows["seed"].nunique() > 1 else "", "lighter: larger norm"]
+    seeds = ["mean over seeds"] * (rows["seed"].nunique() > 1)
+    return [*seeds, *fewer_seeds([("step", rows)], rows), "lighter: larger norm"]
 
 
 def _maps(
@@ -336,7 +337,9 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="weight", col=1)
     outer_titles(figure, len(layers), columns)
     title = f"Learned coefficients of {label(rows['architecture'].iloc[0])}"
-    return dressed(figure, title, subtitle(rows, "whisker: range over seeds"), 250 * count)
+    return dressed(
+        figure, title, subtitle(rows, "whisker: range over seeds", *fewer_seeds([("step", rows)], rows)), 250 * count
+    )
 
 
 def pace_figure(frame: pd.DataFrame) -> go.Figure:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
 from workbench import plots
-from workbench.checkpoints.paths import RUN_FILE
 from workbench.claims import DECIDED
 from workbench.claims.analysis import article
 from workbench.claims.collect_evidence import samples_of
@@ -20,7 +20,7 @@ from workbench.claims.verdict import expected_by_chance
 from workbench.errors import BadCheckpoint, BadData
 from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots.html_page import Page, folded, heading, numbers_html, paragraph
-from workbench.runs.catalogue import Entry, catalogue, differing_settings
+from workbench.runs.catalogue import Entry, catalogue, differing_settings, named_series
 from workbench.runs.records import load_records, one_sample
 from workbench.runs.run import Run, list_runs
 from workbench.statistics.copying_and_sink_steps import formation_steps
@@ -43,7 +43,7 @@ def up_to_date(page: Path, runs: Path) -> bool:
     if not page.exists():
         return False
     code = Path(__file__).parents[1].rglob("*.py")
-    kept = (file for run in runs.iterdir() if (run / RUN_FILE).exists() for file in (run, *run.rglob("*")))
+    kept = (file for run in list_runs(runs)[0] for file in (run.path, *run.path.rglob("*")))
     return page.stat().st_mtime > max(file.stat().st_mtime for file in (*code, *kept))
 
 
@@ -88,15 +88,15 @@ def write_report(runs: Path, out: Path) -> Path:
     page.add(heading("Report of the runs", 1), paragraph(opening))
     page.add(paragraph(expected_by_chance([j.verdict for j in judged.values()]), "small"))
     losses = telemetry[(telemetry["metric"] == "copy_loss") & telemetry["variant"].isna()]
-    if len(losses):
-        repeated = [data for run in readable if (data := run.info.get("data") or {}).get("kind") == "repeated"]
-        drawn = {data.get("shortest") is not None for data in repeated}
-        note = DISTANCES[drawn.pop() if len(drawn) == 1 else None]
-        page.add(
-            heading("Copying"), article(judged[RACE]), paragraph(note),
-            page.figure(plots.narrow(plots.race_figure(losses)), "Loss of the repeated tokens; below half of its start a run copies."),
-            numbers_html(formation_steps(losses)),
-        )  # fmt: skip
+    kinds = {entry.name: entry.kind for entry in entries}
+    for kind, rows in losses.groupby(losses["run"].map(kinds)):
+        page.add(heading("Copying" if kind == "repeated" else f"Copying ({kind})"))
+        if kind == "repeated":
+            data = (run.info["data"] for run in readable if kinds[run.name] == kind)
+            drawn = {each.get("shortest") is not None for each in data}
+            page.add(article(judged[RACE]), paragraph(DISTANCES[drawn.pop() if len(drawn) == 1 else None]))
+        caption = "Loss of the tokens that can be copied; below half of its start a run copies."
+        page.add(page.figure(plots.narrow(plots.race_figure(rows)), caption), numbers_html(formation_steps(rows)))
     share = frame[(frame["metric"] == "token_identity_share") & (frame["site"] == "own_v")]
     if len(share):
         caption = "Share of the variance of each layer's own values that the token's identity explains."
@@ -105,9 +105,8 @@ def write_report(runs: Path, out: Path) -> Path:
         if len(ablated := frame[frame["metric"] == "value_ablation"]):
             caption = "Validation loss when values are replaced by their mean per token, or by zero."
             page.add(page.figure(plots.ablation(ablated), caption), numbers_html(ablated))
-    of_text = {entry.name for entry in entries if entry.kind not in ("repeated", "backcopy")}
-    _beside(page, frame, telemetry, telemetry[telemetry["run"].isin(of_text)])
-    shown = {RACE} if len(losses) else set()
+    _beside(page, frame, telemetry, telemetry[~telemetry["run"].map(kinds).isin(["repeated", "backcopy"])])
+    shown = {RACE} if "repeated" in set(losses["run"].map(kinds)) else set()
     shown |= {VALUES} if len(share) else set()
     others = [j for name, j in judged.items() if name not in shown]
     if decided := [article(j) for j in others if j.verdict.status in DECIDED]:
@@ -120,19 +119,21 @@ def write_report(runs: Path, out: Path) -> Path:
 
 
 def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the series of every run by name. Two experiments never share a series, so no figure averages their runs."""
+    """Return the series of every run by name. No figure averages or compares runs of two experiments without naming what differs.
+
+    Experiments that differ only in what they store share their series.
+    """
+    # options of a model that are equal within its experiment may differ from those in another
+    own = {e.name: e.series for e in named_series([e if e.imported else replace(e, group="") for e in entries])}
     groups: dict[str, list[Entry]] = {}
-    kinds: dict[str, dict[str, str]] = {}  # of data, by architecture and experiment
     for entry in entries:
-        groups.setdefault(entry.group, []).append(entry)
-        if not entry.imported:
-            kinds.setdefault(entry.architecture, {})[entry.group] = entry.kind
-    differs = differing_settings(groups) if any(len(of) > 1 for of in kinds.values()) else {}
+        if plots.DETAIL not in own[entry.name]:  # an imported run's series has its name
+            groups.setdefault(entry.group, []).append(entry)
+    differs, kinds = differing_settings(groups), {runs[0].kind for runs in groups.values()}
 
     def named(entry: Entry) -> str:
-        of = [] if entry.imported else [*kinds[entry.architecture].values()]
-        parts = (entry.kind if len(set(of)) > 1 else "", differs[entry.group] if of.count(entry.kind) > 1 else "")
-        return plots.DETAIL.join(filter(None, (entry.series, *parts)))
+        detail = (entry.kind if len(kinds) > 1 else "", differs[entry.group]) if entry.group in groups else ()
+        return plots.DETAIL.join(filter(None, (own[entry.name], *detail)))
 
     return {entry.name: named(entry) for entry in entries}
 
@@ -144,7 +145,7 @@ def _beside(page: Page, frame: pd.DataFrame, telemetry: pd.DataFrame, text: pd.D
     for metric, (caption, site) in BESIDE.items():
         rows = frame[(frame["metric"] == metric) & frame["variant"].isna()]
         rows = rows[rows["site"] == site] if site else rows
-        last = rows.groupby("run")["step"].transform("max")
+        last = rows.groupby("architecture")["step"].transform("max")
         # all steps would hide one another
         rows = rows[rows["step"].isna() | (rows["step"] == 0) | (rows["step"] == last)]
         if len(rows):
