@@ -80,6 +80,25 @@ def test_the_band_is_the_seed_range_or_the_standard_error_and_says_which():
     assert "one seed: ± standard error over documents" in one.layout.title.subtitle.text
 
 
+def test_the_standard_error_of_a_mean_of_heads_is_called_an_upper_bound():
+    """The mean of two heads that vary in opposite ways over documents does not vary: the mean of their errors is no error of it."""
+    one = {
+        "run": "a",
+        "architecture": "transformer",
+        "seed": 0,
+        "step": 20,
+        "metric": "sink_mass",
+        "se": 0.1,
+        "n": 4,
+        "value": 0.5,
+    }
+    frame = records(one | {"layer": n, "head": h} for n in range(2) for h in range(2))
+    assert "over documents (averaged like the values: an upper bound)" in plots.plot(
+        frame, form="profile"
+    ).layout.title.subtitle.text.replace("<br>", " ")
+    assert "upper bound" not in plots.plot(frame[frame["head"] == 0], form="profile").layout.title.subtitle.text
+
+
 def test_error_bars_over_seeds_are_the_range_the_standard_error_or_the_interval():
     frame = of(rows(seeds=2), "token_identity_share", site="v", step=20, layer=0)  # of each model 0.98 and 0.97
     half = {"range": 0.005, "se": 0.005, "ci": 0.005 * 12.7062}

@@ -420,7 +420,8 @@ def _curve(
     if not se.notna().any():
         return curve, "", False
     times, kind = (t_quantile(math.inf), f"{confidence()} interval") if spread == "ci" else (1.0, "± standard error")
-    return curve.assign(low=mean - times * se, high=mean + times * se), f"one seed: {kind} over documents", False
+    bound = " (averaged like the values: an upper bound)" if rows[x].duplicated().any() else ""
+    return curve.assign(low=mean - times * se, high=mean + times * se), f"one seed: {kind} over documents{bound}", False
 
 
 def lines(
