@@ -240,6 +240,24 @@ def test_two_models_of_one_seed_are_compared_over_all_seeds_that_both_have(ask):
     assert "mean over 2 paired seeds" in drawing.figure.layout.title.subtitle.text
 
 
+def test_a_difference_by_layer_is_of_one_step_text_and_length_also_beside_lines_over_training(ask, monkeypatch):
+    page = "depth?metric=importance_entropy&models=transformer,resformer"
+    ((_, alone),) = drawings(ask, Link.parse(page), "differences")
+    ((_, beside),) = drawings(ask, Link.parse(f"{page}&view=steps"), "differences")
+    assert beside.figure.layout.title.text == alone.figure.layout.title.text
+    assert alone.figure.layout.title.text.endswith(", step 20")
+    assert beside.table.equals(alone.table), "no mean over training"
+    there = ask.records
+
+    def longer(entries, metrics=None):
+        frame = there(entries, metrics)
+        return frame.assign(T=frame["T"].mask(frame["run"] == "text-resformer-s1", 32))
+
+    monkeypatch.setattr(ask, "records", longer)
+    with pytest.raises(WorkbenchError, match="measured on validation, T = 16 and validation, T = 32"):
+        list(drawings(ask, Link.parse(page), "differences"))
+
+
 def test_relative_depth_ends_at_one(ask):
     drawing = drawn(ask, "depth?metric=importance_entropy&depth=1&compare=1&a=text-resformer-s0&b=text-svformer-s0")
     assert drawing.table["layer"].max() == 1.0

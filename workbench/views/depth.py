@@ -113,7 +113,7 @@ def depth_options(source: Source, link: Link) -> DepthOptions:
     seed = link.choice("seed", seeds)
     steps = sorted(int(s) for s in rows["step"].dropna().unique())
     step = None
-    if steps and form != "steps":
+    if steps:
         asked = link.whole("step")
         step = asked if asked in steps else max((s for s in steps if asked is None or s <= asked), default=steps[0])
     at_step = "" if step is None else next(filter(None, (e.at_step(step) for e in runs)), "")
@@ -217,7 +217,12 @@ def differences(source: Source, link: Link) -> Drawing:
             raise WorkbenchError(
                 "no Transformer among the selected models to subtract; select one, or compare two models"
             )
-    values = {name: _by_layer(source, selected, *of) for name, of in models.items()}
+    measured = {name: _by_layer(source, selected, *of) for name, of in models.items()}
+    values = {name: of for name, (of, _) in measured.items()}
+    if len(texts := set[str]().union(*(texts for _, texts in measured.values()))) > 1:
+        raise WorkbenchError(
+            f"a difference needs one text and length, and these runs are measured on {listed(sorted(texts))}"
+        )
     rows = []
     for name in plots.ordered(n for n in values if n != base):
         for layer in values[name].columns.intersection(values[base].columns):
@@ -274,12 +279,15 @@ def has_pairs(source: Source, link: Link, selected: DepthOptions) -> bool:
     return (of[0] != of[1] or a.step != b.step) and len(seeds[0] & seeds[1]) > 1
 
 
-def _by_layer(source: Source, selected: DepthOptions, entries: Sequence[Entry], step: int | None) -> pd.DataFrame:
-    """The measure [seed, layer] at a step, the mean over heads, positions and runs of a seed."""
+def _by_layer(
+    source: Source, selected: DepthOptions, entries: Sequence[Entry], step: int | None
+) -> tuple[pd.DataFrame, set[str]]:
+    """The measure [seed, layer] at a step, the mean over heads, positions and runs of a seed, and the texts it was measured on."""
     rows = of_variant(of_site(source.records(entries, [selected.metric]), selected.site), selected.variant)
     rows = rows[rows["control"].isna() & rows["layer"].notna()]
     rows = one_sample(rows if step is None else rows[rows["step"] == step])
-    return rows.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float)
+    texts = {f"{data}, T = {T}" for data, T in rows[["data", "T"]].dropna().drop_duplicates().itertuples(index=False)}
+    return rows.pivot_table(index="seed", columns="layer", values="value", aggfunc="mean").astype(float), texts
 
 
 def _parts(source: Source, link: Link, selected: DepthOptions, form: str | None) -> dict[str, pd.DataFrame]:
