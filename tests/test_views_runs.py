@@ -87,6 +87,16 @@ def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_
     assert "has no seeds" in test_cli.run("list", "metrics", "--by", "model").stderr
 
 
+def test_a_final_loss_is_of_the_last_step_that_has_every_domain(tmp_path):
+    common = dashboard.run(tmp_path, "a", "transformer", 0, "text", steps=(20,)) | {"metric": "validation_loss"}
+    losses = [("prose", 0, 4.0), ("prose", 10, 3.0), ("prose", 20, 1.0), ("code", 0, 6.0), ("code", 10, 5.0)]
+    rows = records(common | {"data": data, "step": step, "value": value} for data, step, value in losses)
+    write_parquet(rows, tmp_path / "a" / "telemetry" / "000000-000020.parquet")
+    assert start_runs.runs_table(Source(tmp_path))["final loss"].tolist() == [4.0]
+    write_parquet(rows.iloc[[0, 4]], tmp_path / "a" / "telemetry" / "000000-000020.parquet")
+    assert start_runs.runs_table(Source(tmp_path))["final loss"].isna().all(), "no step has both"
+
+
 def test_a_log_whose_validation_ended_before_its_training_has_no_final_loss(tmp_path):
     """Evaluated at 0 and 50 of 100 steps, at 0 alone, at the end, and at 96, which is less than an interval before the end."""
     logs = {

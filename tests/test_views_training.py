@@ -67,6 +67,11 @@ def test_a_step_without_every_domain_of_its_run_has_no_mean():
         ["both", 20, 3.0],
         ["one", 10, 3.5],
     ]
+    assert means["data"].tolist() == ["mean of a, b", "mean of a, b", "a"], "a run of one domain is in no mean of two"
+    broken = records([{**row, "se": None if row["data"] == "b" else 0.1} for row in rows])
+    assert training.mean_of_domains(broken)["se"].isna().tolist() == [True, True, False]
+    lost = records([{**row, "value": float("nan")} if (row["data"], row["step"]) == ("b", 20) else row for row in rows])
+    assert training.mean_of_domains(lost)["step"].tolist() == [0, 10], "a loss that is NaN is no loss"
     with pytest.raises(WorkbenchError, match="no step has a loss of every domain"):
         training.mean_of_domains(records([{**rows[0], "step": 5}, rows[4]]))
 

@@ -331,7 +331,7 @@ def runs_behind(source: Source, judged: Judgement) -> tuple[pd.DataFrame, pd.Dat
 def final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
     """Final validation loss by run, and minus the loss of the Transformer of its seed at its rate, or at its only rate."""
     rows, group = source.telemetry(entries, ["validation_loss"]), {e.name: e.group for e in entries}
-    rows = mean_of_domains(at_last_step(rows[rows["variant"].isna() & rows["control"].isna()]))
+    rows = at_last_step(mean_of_domains(rows[rows["variant"].isna() & rows["control"].isna()]))
     complete = rows["step"] == rows.groupby(rows["run"].map(group))["step"].transform("max")
     losses = {str(run): float(loss) for run, loss in rows[complete].set_index("run")["value"].items()}
     bases = [e for e in entries if e.series == VANILLA and e.name in losses]

@@ -21,6 +21,7 @@ from workbench.views.page_links import Link
 from workbench.views.registered_views import Drawing, view
 from workbench.views.source import Source
 from workbench.views.token_names import short
+from workbench.views.training import mean_of_domains
 
 
 def runs_table(source: Source) -> pd.DataFrame:
@@ -37,6 +38,10 @@ def runs_table(source: Source) -> pd.DataFrame:
     def read() -> tuple[dict[str, float], dict[str, float]]:
         rows = source.telemetry(entries, ["validation_loss"])
         rows = rows[rows["control"].isna() & rows["variant"].isna()]
+        try:
+            rows = mean_of_domains(rows)
+        except WorkbenchError:  # no step of any run has them all
+            rows = rows[:0]
         last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
         losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
         for e in (e for e in entries if e.kind == "log" and e.name in losses):

@@ -153,20 +153,24 @@ def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
 
     Steps without a loss of every domain of the run are left out.
     """
-    names = sorted(rows["data"].dropna().unique())
-    if len(names) < 2:
+    if rows["data"].nunique() < 2:
         return rows
     keys = [c for c in rows.columns if c not in ("data", "value", "se", "n", "provenance")]
     squared = rows.assign(se=rows["se"] ** 2)
     means = squared.groupby(keys, dropna=False, as_index=False, sort=False).agg(
-        value=("value", "mean"), se=("se", "sum"), n=("n", "sum"), count=("value", "size"),
+        value=("value", "mean"), se=("se", "sum"), n=("n", "sum"), count=("value", "count"), errors=("se", "count"),
         provenance=("provenance", "first"),
     )  # fmt: skip
-    means = means[means["count"] >= means["run"].map(rows.groupby("run", observed=True)["data"].nunique()).astype(int)]
+    own = {str(run): sorted(of.dropna().unique()) for run, of in rows.groupby("run", observed=True)["data"]}
+    names = (
+        means["run"].astype("str").map({run: f"{'mean of ' * (len(of) > 1)}{', '.join(of)}" for run, of in own.items()})
+    )
+    whole = means["count"] >= means["run"].astype("str").map({run: len(of) for run, of in own.items()})
+    se = (means["se"] ** 0.5 / means["count"]).where(means["errors"] == means["count"])
+    means = means.assign(se=se, data=names, n=means["n"].where(means["n"] > 0))[whole]
     if means.empty:
         raise WorkbenchError("no step has a loss of every domain; choose the losses of each domain")
-    means = means.assign(se=means["se"] ** 0.5 / means["count"], data=f"mean of {', '.join(names)}")
-    return means.assign(n=means["n"].where(means["n"] > 0))[rows.columns]
+    return means[rows.columns]
 
 
 @view("training")
