@@ -27,6 +27,7 @@ from workbench.statistics.intervals import Interval
 from workbench.storage.packed import unpacked
 from workbench.views import Link, Source, main_result, start, start_runs
 from workbench.views.source import runs_to_show
+from workbench.views.writing import caption_of
 
 A, B = "text-resformer-s0", "text-transformer-s0"
 
@@ -163,6 +164,9 @@ def test_losses_are_compared_at_each_models_best_rate_as_the_claim_compares_them
     drawing = main_result.finding_curves(source, link("finding", set=found[0].group))
     assert set(drawing.table["run"]) == {entry.name for entry in found[0].runs}
     assert drawing.table["step"].min() == 230, "beside 7 nats at random init no difference would be seen"
+    caption = caption_of(source, link("finding", set=found[0].group))
+    assert caption.endswith(found[0].tuning), "no picture states the rate of one experiment"
+    assert ", rate " not in caption
 
 
 @pytest.mark.slow

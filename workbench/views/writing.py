@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from workbench.plots.image_export import FONT, font_face, save_figure
 from workbench.runs.catalogue import Entry
 from workbench.runs.run import Run
 from workbench.runs.tables import write_table_as
+from workbench.views.main_result import finding
 from workbench.views.registered_views import Drawing, timelapse, views_of
 from workbench.views.source import run_name
 from workbench.views.token_names import short
@@ -81,6 +83,10 @@ def _html(made: dict[str, Drawing], out: Path, title: str, command: str, caption
 def caption_of(source: Source, link: Link) -> str:
     """Return the models, steps, prompt and recipe behind the figures of a link, for a file that leaves its page."""
     words, entries = list[str](), list[Entry]()
+    if link.page == "start" and link.text("show", "finding") == "finding":
+        with contextlib.suppress(WorkbenchError):  # without a main result, or another view
+            if (result := finding(source, link)).tuning:  # models at rates of their own, not that of one experiment
+                return f"{result.title}; {result.tuning}"
     if link.page in PROMPTED:
         subjects = source.subjects(link)
         words, entries = [s.title for s in subjects], [s.entry for s in subjects]
