@@ -66,8 +66,10 @@ def test_published_coefficients_are_beside_ours():
          "layer": layer, "value": step + layer + s}
         for s in (0, 1) for step in (0, 10) for part in ("lambda_own", "lambda_v1") for layer in (1, 2)
     ]  # fmt: skip
-    figure = plots.coefficients_by_layer(pd.DataFrame(rows), published("block_coefficients"))
-    assert figure.data[0].y.tolist() == [11.5, 12.5]
+    stopped = [{**row, "run": "r2", "seed": 2, "step": 5, "value": 99.0} for row in rows[:4]]
+    figure = plots.coefficients_by_layer(pd.DataFrame(rows + stopped), published("block_coefficients"))
+    assert figure.data[0].y.tolist() == [11.5, 12.5], "without the last step of a run that stopped"
+    assert "last logged step, 10, mean and range over 2 seeds" in figure.layout.title.subtitle.text.replace("<br>", " ")
     assert [t.name for t in figure.data][2:] == ["published: stream", "published: embedding"]
     assert len(figure.data[2].y) == 11
 

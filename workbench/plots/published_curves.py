@@ -69,7 +69,7 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
         published: Columns layer, stream, embedding and source.
     """
     rows = frame[(frame["metric"] == "coefficient") & frame["value"].notna()]
-    rows = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
+    rows = rows[rows["step"] == rows["step"].max()]
     parts = sorted(rows["part"].dropna().unique())
     parts = parts if len(parts) <= len(DASHES) else parts[:1]  # of DenseFormer's many the embedding's
     source = str(published["source"].iloc[0])
@@ -92,8 +92,9 @@ def coefficients_by_layer(frame: pd.DataFrame, published: pd.DataFrame) -> go.Fi
         )  # fmt: skip
     figure.update_xaxes(title_text="layer", dtick=1)
     figure.update_yaxes(title_text="weight", col=1)
+    seeds = f"mean and range over {n} seeds" if (n := rows["run"].nunique()) > 1 else "one seed"
     under = (
-        f"{of}: last logged step, mean and range over seeds; {source}: one published training, whose weights multiply the residual "
+        f"{of}: last logged step, {rows['step'].max():.0f}, {seeds}; {source}: one published training, whose weights multiply the residual "
         "stream and the embedding in a block's input"
     )
     return at_least(dressed(figure, "Learned coefficients beside published ones", wrapped(under, 125), 300), 2 * PANEL)
