@@ -163,14 +163,16 @@ def test_nanochat_and_modded_nanogpt_in_their_own_files(tmp_path):
 
     weights = {  # of two streams: [layer, sublayer, stream]; names that a later version may have
         "post_lambdas": torch.arange(8.0).view(2, 2, 2), "scalars": torch.zeros(2), "mudd_b2": torch.zeros(2, 3),
-        "blocks.0.attn.lamb": torch.tensor(0.25), "lm_head.weight": torch.zeros(4, 4),
+        "blocks.0.attn.lamb": torch.tensor(0.25), "lm_head.weight": torch.zeros(4, 4), "skip_weights": torch.tensor([[1.0, -1.5, 0.5]] * 2),
     }  # fmt: skip
     torch.save({"step": 100, "code": "x", "model": weights}, path)
     result = read_coefficients(path)
     assert numbers(result.frame, quantity="post_lambdas", layer=1) == [4, 5, 6, 7]
     assert numbers(result.frame, quantity="post_lambdas", layer=0, part="MLP, stream 1") == [3]
     assert numbers(result.frame, quantity="lamb", part="other value; own: 1 less this") == [0.25]
+    assert numbers(result.frame, quantity="skip_weights", part="1, 2") == [0.5], "by skip and channel"
     assert result.notes[0].endswith("like those of depth weights: mudd_b2.")
+    assert "multiplies by their sigmoid" in result.notes[-1]
 
 
 @pytest.mark.parametrize("architecture", ["resformer_learnable", "resformer_dense", "denseformer", "value_embedding"])

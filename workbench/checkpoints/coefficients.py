@@ -141,10 +141,13 @@ def read_coefficients(path: str | Path) -> Coefficients:
         notes.append(
             f"Not read, though their names are like those of depth weights: {', '.join(unread[:NAMED])}{more}."
         )
-    if any(row["quantity"] == "scalars" for row in rows):
+    quantities = {row["quantity"] for row in rows}
+    if "scalars" in quantities:
         notes.append(
             "modded-nanogpt changed the order of `scalars` between its versions: they are numbered, not named."
         )
+    if quantities & {"scalars", "skip_weights"}:
+        notes.append("Weights of skips are as stored: a version that gates them multiplies by their sigmoid.")
     frame = pd.DataFrame(rows, columns=["quantity", "layer", "part", "value", "tensor"]).astype({"layer": "Int64"})
     return Coefficients(layout=layout.name, frame=frame, vectors=vectors, bytes_read=source.count, notes=notes)
 
@@ -203,11 +206,12 @@ def _rows(
             raise BadCheckpoint(
                 f"{name} has the shape {list(values.shape)}, so which axis is the layer is unknown; known are [layer] and [layer, 2, ...]"
             )
-        for n, x in enumerate(values.flatten().tolist()):
+        cells = itertools.product(*map(range, values.shape))
+        for n, (cell, x) in enumerate(zip(cells, values.flatten().tolist(), strict=True)):
             if numbered:
                 yield row | {"layer": n + later, "value": x}
             else:
-                yield row | {"part": str(n) if values.numel() > 1 else "", "value": x}
+                yield row | {"part": ", ".join(map(str, cell)) if values.numel() > 1 else "", "value": x}
 
 
 def _queries(
