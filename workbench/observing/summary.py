@@ -151,11 +151,13 @@ def coverage(module: nn.Module, structure: DecoderStructure) -> str:
     ends = {end.module for end in (structure.embed, structure.head) if end is not None}
     ends |= {structure.embed.parameter} if structure.embed is not None else set()
     stacks = {layer.block.rpartition(".")[0] for layer in layers if not layer.inline}
+    attentions = {layer.scope.module for layer in layers if layer.scope is not None} - inside
     total, experts, outside = 0, 0, Counter[str]()
     for name, parameter in parameters.items():
         total += (size := parameter.numel())
         if place := _longest_part(name, inside | ends):
-            experts += size if place in inside and parameter.ndim == 3 else 0
+            is_fused = place in inside and parameter.ndim == 3 and not _longest_part(name, attentions)
+            experts += size if is_fused else 0  # an attention's are its projections
             continue
         stack = _longest_part(name, stacks)
         number = name.removeprefix(f"{stack}.").partition(".")[0]
