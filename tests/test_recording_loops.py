@@ -310,7 +310,7 @@ def lightning_callback(monkeypatch):
 def test_a_lightning_loop_is_recorded_before_it_clips(gpt, tmp_path, lightning_callback):
     callback, trainer = (
         lightning_callback(tmp_path / "r", 2, module="model", quantities=PLAIN),
-        SimpleNamespace(global_step=0),
+        SimpleNamespace(global_step=0, accumulate_grad_batches=1),
     )
     module = nn.ModuleDict({"model": gpt})
     optimizer, twin = torch.optim.SGD(gpt.parameters(), lr=0.1), copy.deepcopy(gpt)
@@ -333,6 +333,21 @@ def test_a_lightning_loop_is_recorded_before_it_clips(gpt, tmp_path, lightning_c
     found = rows(tmp_path / "r", "gradient_norm", part="all", step=0)["value"].item()
     assert found == pytest.approx(float(whole), rel=1e-5)
     assert rows(tmp_path / "r", "learning_rate")["value"].tolist() == [0.1, 0.1]
+
+
+def test_a_lightning_loss_is_the_mean_over_the_batches_of_its_optimiser_step(gpt, tmp_path, lightning_callback):
+    """Lightning divides every loss by the number of accumulated batches, also of a last step with fewer."""
+    callback = lightning_callback(tmp_path / "r", 2, module="model", quantities=["weight_norm"])
+    trainer, module = SimpleNamespace(global_step=0, accumulate_grad_batches=2), nn.ModuleDict({"model": gpt})
+    callback.on_train_start(trainer, module)
+    loss_of(gpt, tokens(0)).backward()
+    for batch, loss in enumerate([1.0, 3.0, 10.0, 20.0, 7.0]):
+        if batch in (1, 3, 4):
+            callback.on_before_optimizer_step(trainer, module, SimpleNamespace(param_groups=[{"lr": 0.1}]))
+        callback.on_train_batch_end(trainer, module, {"loss": torch.tensor(loss / 2)}, None, batch)
+    callback.on_train_end(trainer, module)
+    losses = rows(tmp_path / "r", "train_loss")
+    assert dict(zip(losses["step"], losses["value"], strict=True)) == {0: 2.0, 2: 7.0}
 
 
 def test_without_lightning_its_callback_is_refused(monkeypatch):
