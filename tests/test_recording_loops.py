@@ -209,6 +209,22 @@ def test_norms_that_a_trainer_clipped_say_so(llama, tmp_path):
     assert norms[norms["variant"].isna()]["value"].item() > 0.1, "the Trainer's own, before clipping"
 
 
+def test_an_evaluation_of_a_trainer_is_at_the_step_of_its_weights(gpt, tmp_path):
+    """Step s is the state after s updates: the loss of update 4 is at step 3, and the evaluation after it at step 4."""
+    callback, state = (
+        RecorderCallback(tmp_path / "r", every=2, quantities=["weight_norm"]),
+        SimpleNamespace(global_step=0),
+    )
+    arguments = SimpleNamespace(seed=0, max_grad_norm=0.0)
+    callback.on_train_begin(arguments, state, None, model=gpt)
+    state.global_step = 4
+    callback.on_log(arguments, state, None, logs={"loss": 3.0, "learning_rate": 0.1})
+    callback.on_log(arguments, state, None, logs={"eval_loss": 2.0})
+    callback.on_train_end(arguments, state, None)
+    assert rows(tmp_path / "r", "train_loss")["step"].tolist() == [3]
+    assert rows(tmp_path / "r", "validation_loss")["step"].tolist() == [4]
+
+
 # ---- modules that are not what they look like -----------------------------------------------------------------------
 
 

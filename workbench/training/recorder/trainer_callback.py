@@ -36,12 +36,13 @@ class RecorderCallback(TrainerCallback):
             self.recorder.step(scaler=getattr(optimizer, "scaler", None))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Add the Trainer's logged numbers, which belong to the step before `global_step`."""
+        """Add the Trainer's logged numbers: of the step before `global_step`, and the loss of an evaluation after it."""
         if self.recorder and state.global_step:
             names = {"loss": "train_loss", "eval_loss": "validation_loss", "learning_rate": "learning_rate"}
             for name in names.keys() & (logs or {}).keys():
                 axes = {"unit": UNITS.get("train_loss") if "loss" in name else None}
-                self.recorder.note(names[name], logs[name], step=state.global_step - 1, **axes)
+                step = state.global_step - (name != "eval_loss")
+                self.recorder.note(names[name], logs[name], step=step, **axes)
             if "grad_norm" in (logs or {}) and self.recorder.variant:
                 axes = {"part": "all", "unit": UNITS["gradient_norm"]}
                 self.recorder.note("gradient_norm", logs["grad_norm"], step=state.global_step - 1, **axes)
