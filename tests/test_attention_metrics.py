@@ -92,6 +92,11 @@ def test_value_bias_by_hand():
     assert value_bias(z, v)[0].tolist() == pytest.approx([(1 + half) / 2, -0.5])
     assert value_bias(z, v, first=True)[0].tolist() == [1.0, 1.0]
     assert value_bias(z, v, other=True)[0].tolist() == pytest.approx([half / 2, 0.5])
+    shortest = METRICS[
+        "value_bias"
+    ].min_length  # with one position after the first, the other token would be the token itself
+    z, v = (torch.randn(2, shortest, 1, 4, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    assert not torch.allclose(value_bias(z, v), value_bias(z, v, other=True))
 
 
 # ---- kinds of sinks --------------------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ SHORTEST = {
         "sink_power", "token_identity_share", "token_importance", "top_importance", "value_norm", "value_weighted_importance",
     ],
     2: [  # a position beside the first, or a token to predict
-        "cache_bytes", "cache_traffic", "collapse_residual", "concentration_parts", "effective_rank", "gradient_norm",
+        "cache_bytes", "cache_traffic", "concentration_parts", "effective_rank", "gradient_norm",
         "head_rank", "hidden_peak", "loss", "received_ratio", "row_entropy", "sink_contribution", "sink_mass", "spectrum", "token_probe",
-        "token_probe_streamed", "value_bias", "value_drain",
+        "token_probe_streamed", "value_drain",
     ],
-    3: ["token_similarity"],  # a pair without the first
+    3: ["collapse_residual", "token_similarity", "value_bias"],  # a pair without the first
     4: ["induction_score", "previous_token_probe", "previous_token_probe_streamed"],  # something said twice
     16: ["found_sinks"],  # fewer rows show nothing significant
     64: ["sink_rate"],  # as published

@@ -221,6 +221,8 @@ def test_collapse_residual_by_hand_and_against_similarity():
     same, orthogonal = torch.ones(1, 4, 3), torch.eye(4)[None]
     assert collapse_residual(same).item() == 0
     assert collapse_residual(orthogonal).item() == pytest.approx(math.sqrt(3 / 4))
+    shortest = seeded(1, METRICS["collapse_residual"].min_length, 3)
+    assert collapse_residual(shortest, skip=1).item() > 0, "one vector alone would be called collapsed"
     assert METRICS["collapse_residual"].controls["orthogonal"](4) == pytest.approx(math.sqrt(3 / 4))
     unit = torch.nn.functional.normalize(seeded(2, 9, 5).double(), dim=-1)
     T, r = 9, collapse_residual(unit)

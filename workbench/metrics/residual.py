@@ -69,7 +69,7 @@ def token_similarity(vectors: Float[Tensor, "batch pos *width"], *, skip: int = 
 
 
 @metric(
-    unit="ratio", range="0..1", reading="lower: collapsed to one vector", min_length=2, sites=("stream", "v", "own_v", "z"),
+    unit="ratio", range="0..1", reading="lower: collapsed to one vector", min_length=3, sites=("stream", "v", "own_v", "z"),
     source="Wang et al. 2022, arXiv 2203.05962 (Frobenius form of Dong et al. 2021)", variants={"excl0": {"skip": 1}},
     controls={"orthogonal": lambda T: (1.0 - 1.0 / T) ** 0.5},
 )  # fmt: skip
@@ -92,8 +92,8 @@ def collapse_residual(vectors: Float[Tensor, "batch pos *width"], *, skip: int =
 def massive_activations(vectors: Float[Tensor, "batch pos *width"], *, count: bool = False) -> Float[Tensor, " batch"]:
     """Largest entry of the residual stream over the median entry, in absolute value.
 
-    `count`: entries above 100 and at least 1000 times the median of their sequence, the published criterion. Caution: small
-    models rarely pass 100; the ratio has no threshold.
+    `count`: entries above 100 and at least 1000 times the median of their sequence, the published criterion. The median of an even
+    number of entries is the lower of the middle two, as PyTorch's. Caution: small models rarely pass 100; the ratio has no threshold.
     """
     size = wide(vectors).abs().flatten(1)
     median = size.median(-1).values

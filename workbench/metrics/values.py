@@ -57,7 +57,7 @@ def value_drain(
 
 
 @metric(
-    unit="cosine", range="-1..1", reading="higher: the head's output is nearer to the token's own value", min_length=2,
+    unit="cosine", range="-1..1", reading="higher: the head's output is nearer to the token's own value", min_length=3,
     source="Exclusive Self Attention, arXiv 2603.09078 (2026): attention-similarity bias",
     variants={"first_position": {"first": True}, "other_token": {"other": True}},
 )  # fmt: skip
