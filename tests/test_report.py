@@ -121,6 +121,7 @@ def test_the_report_draws_copying_by_task_and_speaks_of_distances_on_repeated_to
     page = write_report(tmp_path, tmp_path / "report.html").read_text()
     assert re.findall("<h2>(Copying.*?)</h2>", page) == ["Copying (backcopy)", "Copying"]
     assert page.count("has its own distance to the copy") == 1
+    assert page.count("<td>0.001</td>") == 2, "the rate of every run"
     (tmp_path / "a-svformer-s0" / "run.json").unlink()
     assert "distance to the copy" not in write_report(tmp_path, tmp_path / "report.html").read_text()
 

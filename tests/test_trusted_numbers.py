@@ -195,7 +195,7 @@ def test_three_seeds_decide_a_layer(source, monkeypatch):
     monkeypatch.setattr(
         depth,
         "_by_layer",
-        lambda s, o, entries, step: pd.DataFrame(tables.get(entries[0].series, [[np.nan, np.nan]] * 3)),
+        lambda s, o, entries, step: (pd.DataFrame(tables.get(entries[0].series, [[np.nan, np.nan]] * 3)), set()),
     )
     drawing = depth.differences(
         source, Link("depth", {"set": source.group(Link("depth", {"a": "text-resformer-s0"}))[0].group})

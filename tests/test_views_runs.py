@@ -11,7 +11,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.file_io import read_json, write_json
 from workbench.runs.log_import import import_logs
 from workbench.runs.records import records, write_parquet
-from workbench.views import Link, Source, depth, start_runs
+from workbench.views import Link, Source, depth, start, start_runs
 from workbench.views.source import facets
 
 SEEDS = (0, 1, 12)
@@ -95,6 +95,24 @@ def test_a_final_loss_is_of_the_last_step_that_has_every_domain(tmp_path):
     assert start_runs.runs_table(Source(tmp_path))["final loss"].tolist() == [4.0]
     write_parquet(rows.iloc[[0, 4]], tmp_path / "a" / "telemetry" / "000000-000020.parquet")
     assert start_runs.runs_table(Source(tmp_path))["final loss"].isna().all(), "no step has both"
+
+
+def test_a_loss_is_compared_with_the_transformer_of_its_own_size(tmp_path):
+    for name, architecture, changes in (
+        ("base", "transformer", {}), ("same", "resformer", {"train": {"lr": 2e-3}}), ("deep", "resformer", {"model": {"n_layers": 4}}),
+    ):  # fmt: skip
+        common = dashboard.run(tmp_path, name, architecture, 0, "text", steps=(20,))
+        info = read_json(tmp_path / name / "run.json")
+        write_json(tmp_path / name / "run.json", info | {key: info[key] | new for key, new in changes.items()})
+        rows = records(
+            [common | {"metric": "validation_loss", "data": "prose", "step": 20, "value": 2.0 + len(changes)}]
+        )
+        write_parquet(rows, tmp_path / name / "telemetry" / "000000-000020.parquet")
+    source = Source(tmp_path)
+    assert start.final_losses(source, source.catalogue().entries)["minus Transformer, same seed"] == {
+        "base": 0.0,
+        "same": 1.0,
+    }
 
 
 def test_a_log_whose_validation_ended_before_its_training_has_no_final_loss(tmp_path):

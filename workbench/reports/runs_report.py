@@ -165,7 +165,8 @@ def _provenance(page: Page, runs: list[Run], frame: pd.DataFrame, problems: dict
     rows = [
         {
             "run": run.name, "architecture": run.architecture, "options": json.dumps(run.options), "seed": run.seed,
-            "steps": run.progress, "data": run.info["data"].get("hash"),
+            "steps": run.progress, "rate": None if "imported" in run.info else run.info.get("train", {}).get("lr"),
+            "data": run.info["data"].get("hash"),
             **run.info.get("versions", {}), "created": run.info.get("created"),
         }
         for run in runs

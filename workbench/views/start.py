@@ -337,7 +337,7 @@ def final_losses(source: Source, entries: Sequence[Entry]) -> dict[str, dict[str
     bases = [e for e in entries if e.series == VANILLA and e.name in losses]
     paired = dict[str, float]()
     for entry in (e for e in entries if e.name in losses):
-        of_seed = {e.group: losses[e.name] for e in bases if e.seed == entry.seed}
+        of_seed = {e.group: losses[e.name] for e in bases if (e.seed, e.title) == (entry.seed, entry.title)}
         if (base := of_seed.get(entry.group) if len(of_seed) > 1 else next(iter(of_seed.values()), None)) is not None:
             paired[entry.name] = losses[entry.name] - base
     return {"final validation loss": losses} | ({"minus Transformer, same seed": paired} if paired else {})
