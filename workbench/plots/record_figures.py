@@ -243,8 +243,8 @@ def plot(
     if frame.groupby(["architecture", "seed"])["run"].nunique().gt(1).any():
         legend.bands.add("runs of one seed averaged")
     axes = [(LINES.get(p.form, ("layer", ""))[0], p.rows) for p in panels]
-    apart = any(p.form in ("profile", "ranks", "bars") for p in panels)  # a step has no title of its own there
-    legend.bands.update(fewer_seeds(axes, frame), [steps_after_init(frame)] if apart else [])
+    untold = any(p.form in ("profile", "ranks", "bars") for p in panels) and ", step " not in title
+    legend.bands.update(fewer_seeds(axes, frame), [steps_after_init(frame)] if untold else [])
     under = subtitle(frame, *sorted(legend.bands), dashed, smoothed, *far, *(_map_words(frame, white) if keys else ()))
     figure = dressed(figure, title, under, (330 if count == 1 else 270) * count)
     if keys and any(p.form not in MAPS for p in panels):  # colour bars stand where the legend would
