@@ -258,6 +258,12 @@ def test_a_difference_by_layer_is_of_one_step_text_and_length_also_beside_lines_
         list(drawings(ask, Link.parse(page), "differences"))
 
 
+def test_a_line_at_random_init_is_not_named_by_the_step_of_the_trained_model(ask):
+    drawing = drawn(ask, "depth?metric=importance_entropy&compare=1&a=text-resformer-s0&b=text-svformer-s0")
+    names = {str(t.name) for t in drawing.figure.data}
+    assert {"A: ResFormer · s0 at step 0", "A: ResFormer · s0, step 20"} <= names
+
+
 def test_relative_depth_ends_at_one(ask):
     drawing = drawn(ask, "depth?metric=importance_entropy&depth=1&compare=1&a=text-resformer-s0&b=text-svformer-s0")
     assert drawing.table["layer"].max() == 1.0

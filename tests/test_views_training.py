@@ -101,6 +101,21 @@ def test_without_a_vanilla_model_it_subtracts_model_b(ask, tmp_path):
     assert "SVFormer" in drawing.figure.layout.title.text
 
 
+def test_a_difference_that_is_not_drawn_is_not_described(ask, monkeypatch):
+    link = Link.parse("training?compare=1&a=text-resformer-s0&b=text-transformer-s0")
+    assert "its band" not in training.train_loss(ask, link).sentence, "losses of batches have no error"
+    there = ask.telemetry
+
+    def longer(entries, metrics=None):
+        frame = there(entries, metrics)
+        return frame.assign(T=frame["T"].mask(frame["architecture"] == "resformer", 32))
+
+    monkeypatch.setattr(ask, "telemetry", longer)
+    drawing = training.validation_loss(ask, link)
+    assert plots.MINUS not in {t.name for t in drawing.figure.data}
+    assert drawing.sentence == f"No {plots.MINUS}: nothing of one step, text and length was logged by both."
+
+
 def test_a_and_b_share_a_panel_and_their_difference_has_its_own(ask):
     drawing = drawn(ask, training.validation_loss, compare=1, b=B)
     a, b, minus = (trace(drawing.figure, n) for n in ("A: ResFormer · s0", "B: Transformer · s0", "A − B"))

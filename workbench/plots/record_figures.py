@@ -474,6 +474,7 @@ def _line(
 ) -> None:  # fmt: skip
     """Draw a curve with its band or whiskers; random init beside another step is dashed and shares one legend entry."""
     name, at = label(architecture), "" if step is None else f" at step {step:.0f}"
+    drawn = f"{name.partition(', step ')[0] if at else name}{at}"  # the name may have the step of the trained model
     whiskers, varies = None, (curve["low"] < curve["high"]).any()
     if varies and not of_seeds:
         up, down = curve["high"] - curve["mean"], curve["mean"] - curve["low"]
@@ -486,13 +487,13 @@ def _line(
             hoverinfo="skip", showlegend=False, legendgroup=name, name=f"{name} band", mode="lines", **where,
         )  # fmt: skip
     figure.add_scatter(
-        x=curve.index, y=curve["mean"], mode="lines+markers", name=f"{name}{at if init else ''}",
+        x=curve.index, y=curve["mean"], mode="lines+markers", name=drawn if init else name,
         line={"color": colour(architecture, legend.series), "dash": "dash" if init else "solid", "width": 1.3 if init else 2.2},
         marker={"size": 5 if init else 7, "symbol": symbol(architecture, legend.series) + ("-open" if init else ""),
                 "maxdisplayed": MAX_MARKS if len(curve) > 24 else 0},
         legendgroup=name, showlegend=not init and name not in legend.names, error_y=whiskers,
         customdata=[[int(n)] for n in curve.index] if x == "layer" and (curve.index % 1 == 0).all() else None,
-        hovertemplate=f"{name}{at}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
+        hovertemplate=f"{drawn}<br>{x} %{{x}}: %{{y:.3g}}<extra></extra>", **where,
     )  # fmt: skip
     if not init:
         legend.names.add(name)

@@ -110,12 +110,19 @@ def _curves(
 
 def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep], axis: str) -> str:
     """How A - B is paired, and its value at the last step, or number of tokens, that all pairs logged."""
+    if minus.empty:
+        return f"No {plots.MINUS}: nothing of one step, text and length was logged by both."
     n, models = minus["run"].nunique(), {s.entry.architecture for s in own}
     if own[0].entry.seed != own[1].entry.seed:
         return f"{plots.MINUS}: unpaired, as A and B have different seeds."
     if n < 2:
         few = f" {ONE_SEED}." if len(models) > 1 else ""
-        return f"{plots.MINUS}: one pair of runs; its band is the standard error over documents, as if they were independent.{few}"
+        band = (
+            "; its band is the standard error over documents, as if they were independent"
+            if minus["se"].notna().any()
+            else ""
+        )
+        return f"{plots.MINUS}: one pair of runs{band}.{few}"
     steps = minus.groupby("step")["run"].nunique()
     if not str(minus["metric"].iloc[0]).endswith("loss") or not (steps == n).any():
         return f"{plots.MINUS}: mean over {n} paired seeds."
