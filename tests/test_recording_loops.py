@@ -366,6 +366,28 @@ def test_a_lightning_loss_is_the_mean_over_the_batches_of_its_optimiser_step(gpt
     assert dict(zip(losses["step"], losses["value"], strict=True)) == {0: 2.0, 2: 7.0}
 
 
+@pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
+def test_a_scaled_lightning_loss_gives_unscaled_norms(gpt, tmp_path, lightning_callback, unscale):
+    """Lightning takes the scale off the weights' gradients before the callback, unless the optimiser does; those of activations keep it."""
+    optimizer, module = torch.optim.SGD(gpt.parameters(), lr=0.0), nn.ModuleDict({"model": gpt})
+    for name, scaler in (("plain", None), ("scaled", torch.amp.GradScaler("cpu", init_scale=1024.0))):
+        callback = lightning_callback(tmp_path / name, 1, module="model", quantities=PLAIN)
+        trainer = SimpleNamespace(
+            global_step=0, accumulate_grad_batches=1, precision_plugin=SimpleNamespace(scaler=scaler)
+        )
+        callback.on_train_start(trainer, module)
+        optimizer.zero_grad()
+        loss = loss_of(gpt, tokens(0))
+        (scaler.scale(loss) if scaler else loss).backward()
+        if scaler and unscale:
+            scaler.unscale_(optimizer)
+        callback.on_before_optimizer_step(trainer, module, optimizer)
+        callback.on_train_end(trainer, module)
+    plain, scaled = (Run.open(tmp_path / name).telemetry() for name in ("plain", "scaled"))
+    assert "activation_gradient_norm" in set(plain["metric"])
+    assert plain["value"].to_numpy() == pytest.approx(scaled["value"].to_numpy(), rel=1e-4, abs=1e-9)
+
+
 def test_without_lightning_its_callback_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)

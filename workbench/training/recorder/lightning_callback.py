@@ -47,7 +47,8 @@ class LightningCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.recorder:
-            self.recorder.step(learning_rate=optimizer.param_groups[0]["lr"])
+            scaler = getattr(getattr(trainer, "precision_plugin", None), "scaler", None)
+            self.recorder.step(scaler=scaler, learning_rate=optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the loss of a recorded step, which Lightning divides by the number of accumulated batches."""
