@@ -359,24 +359,23 @@ def _seeds(rows: pd.DataFrame) -> str:
 
 
 def fewer_seeds(panels: Sequence[tuple[str, pd.DataFrame]], frame: pd.DataFrame) -> list[str]:
-    """Return a caption's notes on models of which some drawn number has fewer seeds than the model has in the figure's `frame`.
+    """Return a caption's notes on models for which a number in a panel has fewer seeds than the model has in the figure's `frame`.
 
-    `panels`: the x axis of each panel, a column, and its rows. Lines over steps are one curve, all other steps are drawn apart.
+    Each of the `panels` has its x axis (a column) and its rows. Its steps are one curve if x is the step, and apart otherwise.
     """
     seed, counts, notes = _seeds(frame), [], []
     for i, (x, rows) in enumerate(panels):
-        at = rows["step"] if x != "step" else rows["step"] * math.nan
+        at = rows["step"] * (math.nan if x == "step" else 1.0)
         places = [rows["architecture"], at.rename("at"), rows[x].rename("x")]
         each = rows[rows["control"].isna()].groupby(places, dropna=False)[seed].nunique()
         counts.append(each.reset_index(name="n").assign(panel=i, axis=x))
-    in_figure = frame[frame["control"].isna()].groupby("architecture")[seed].nunique()
-    for (name, at), part in pd.concat(counts).groupby(["architecture", "at"], dropna=False):
-        low, high, n = part["n"].min(), part["n"].max(), in_figure[name]
-        varies = part.groupby("panel")["n"].nunique().gt(1).any()
-        by = dict(LINES.values()).get(part["axis"].iloc[0], "").removeprefix("training ") if varies else "panel"
-        many = f"{low} to {high} seeds, depending on the {by}" if low < high else f"{high} of {n} seeds"
-        when = "" if pd.isna(at) or ", step " in name else f" at step {at:.0f}"
-        notes += [f"{label(name)}{when}: {many}"] if low < n else []
+    in_figure = frame[frame["control"].isna()].groupby("architecture")[seed].nunique().to_dict()
+    for (name, step), part in pd.concat(counts).astype({"at": "float64"}).groupby(["architecture", "at"], dropna=False):
+        low, high, title, axis = part["n"].min(), part["n"].max(), label(str(name)), part["axis"].iloc[0]
+        by = axis if part.groupby("panel")["n"].nunique().gt(1).any() else "panel"
+        many = f"{low} to {high} seeds, depending on the {by}" if low < high else f"{high} of {in_figure[name]} seeds"
+        when = "" if step != step or ", step " in title else f" at step {step:.0f}"
+        notes += [f"{title}{when}: {many}"] if low < in_figure[name] else []
     return notes
 
 

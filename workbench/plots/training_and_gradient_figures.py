@@ -337,9 +337,8 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title_text="weight", col=1)
     outer_titles(figure, len(layers), columns)
     title = f"Learned coefficients of {label(rows['architecture'].iloc[0])}"
-    return dressed(
-        figure, title, subtitle(rows, "whisker: range over seeds", *fewer_seeds([("step", rows)], rows)), 250 * count
-    )
+    under = subtitle(rows, "whisker: range over seeds", *fewer_seeds([("step", rows)], rows))
+    return dressed(figure, title, under, 250 * count)
 
 
 def pace_figure(frame: pd.DataFrame) -> go.Figure:

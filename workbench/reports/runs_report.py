@@ -119,9 +119,9 @@ def write_report(runs: Path, out: Path) -> Path:
 
 
 def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the series of every run by name. No figure averages or compares runs of two experiments without naming what differs.
+    """Return the series of every run by name. It names the settings in which experiments differ, so no figure averages their runs.
 
-    Experiments that differ only in what they store share their series.
+    Experiments with equal trainings and other settings of storage share a series.
     """
     # options of a model that are equal within its experiment may differ from those in another
     own = {e.name: e.series for e in named_series([e if e.imported else replace(e, group="") for e in entries])}

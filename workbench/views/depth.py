@@ -221,7 +221,7 @@ def differences(source: Source, link: Link) -> Drawing:
     values = {name: of for name, (of, _) in measured.items()}
     if len(texts := set[str]().union(*(texts for _, texts in measured.values()))) > 1:
         raise WorkbenchError(
-            f"a difference needs one text and length, and these runs are measured on {listed(sorted(texts))}"
+            f"a difference needs one text and length; the runs are measured on {listed(sorted(texts))}"
         )
     rows = []
     for name in plots.ordered(n for n in values if n != base):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -37,11 +38,9 @@ def runs_table(source: Source) -> pd.DataFrame:
 
     def read() -> tuple[dict[str, float], dict[str, float]]:
         rows = source.telemetry(entries, ["validation_loss"])
-        rows = rows[rows["control"].isna() & rows["variant"].isna()]
-        try:
-            rows = mean_of_domains(rows)
-        except WorkbenchError:  # no step of any run has them all
-            rows = rows[:0]
+        each, rows = rows[rows["control"].isna() & rows["variant"].isna()], rows[:0]
+        with contextlib.suppress(WorkbenchError):  # no step of any run has every domain
+            rows = mean_of_domains(each)
         last = rows[rows["step"] == rows.groupby("run")["step"].transform("max")]
         losses = {str(run): float(value) for run, value in last.groupby("run", observed=True)["value"].mean().items()}
         for e in (e for e in entries if e.kind == "log" and e.name in losses):

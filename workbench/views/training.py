@@ -117,11 +117,8 @@ def _paired(minus: pd.DataFrame, own: Sequence[RunAtStep], axis: str) -> str:
         return f"{plots.MINUS}: unpaired, as A and B have different seeds."
     if n < 2:
         few = f" {ONE_SEED}." if len(models) > 1 else ""
-        band = (
-            "; its band is the standard error over documents, as if they were independent"
-            if minus["se"].notna().any()
-            else ""
-        )
+        band = "; its band is the standard error over documents, as if they were independent"
+        band = band if minus["se"].notna().any() else ""
         return f"{plots.MINUS}: one pair of runs{band}.{few}"
     steps = minus.groupby("step")["run"].nunique()
     if not str(minus["metric"].iloc[0]).endswith("loss") or not (steps == n).any():
@@ -169,12 +166,10 @@ def mean_of_domains(rows: pd.DataFrame) -> pd.DataFrame:
         provenance=("provenance", "first"),
     )  # fmt: skip
     own = {str(run): sorted(of.dropna().unique()) for run, of in rows.groupby("run", observed=True)["data"]}
-    names = (
-        means["run"].astype("str").map({run: f"{'mean of ' * (len(of) > 1)}{', '.join(of)}" for run, of in own.items()})
-    )
-    whole = means["count"] >= means["run"].astype("str").map({run: len(of) for run, of in own.items()})
+    names = means["run"].astype("str").map(own)
     se = (means["se"] ** 0.5 / means["count"]).where(means["errors"] == means["count"])
-    means = means.assign(se=se, data=names, n=means["n"].where(means["n"] > 0))[whole]
+    words = names.map(lambda of: "mean of " * (len(of) > 1) + ", ".join(of))
+    means = means.assign(se=se, data=words, n=means["n"].where(means["n"] > 0))[means["count"] >= names.map(len)]
     if means.empty:
         raise WorkbenchError("no step has a loss of every domain; choose the losses of each domain")
     return means[rows.columns]
