@@ -11,7 +11,7 @@ from workbench.errors import UnknownName, WorkbenchError
 from workbench.file_io import read_json, write_json
 from workbench.runs.log_import import import_logs
 from workbench.runs.records import records, write_parquet
-from workbench.views import Link, Source, depth, start, start_runs
+from workbench.views import Link, Source, depth, main_result, start, start_runs
 from workbench.views.source import facets
 
 SEEDS = (0, 1, 12)
@@ -95,6 +95,23 @@ def test_a_final_loss_is_of_the_last_step_that_has_every_domain(tmp_path):
     assert start_runs.runs_table(Source(tmp_path))["final loss"].tolist() == [4.0]
     write_parquet(rows.iloc[[0, 4]], tmp_path / "a" / "telemetry" / "000000-000020.parquet")
     assert start_runs.runs_table(Source(tmp_path))["final loss"].isna().all(), "no step has both"
+
+
+def test_the_best_rate_of_the_main_result_is_best_on_seeds_that_all_rates_have(tmp_path):
+    """Rate 0.002 was run on the luckiest seed alone, where rate 0.001 is better."""
+    for rate, losses in ((1e-3, (2.0, 2.2, 2.4)), (2e-3, (2.1,))):
+        for architecture in ("transformer", "resformer"):
+            for seed, loss in enumerate(losses):
+                common = dashboard.run(
+                    tmp_path, f"{architecture}-{rate}-{seed}", architecture, seed, "text", steps=(20,)
+                )
+                path = tmp_path / common["run"] / "run.json"
+                write_json(path, (info := read_json(path)) | {"train": info["train"] | {"lr": rate}})
+                rows = records([common | {"metric": "validation_loss", "data": "prose", "step": 20, "value": loss}])
+                write_parquet(rows, path.parent / "telemetry" / "000000-000020.parquet")
+    result = main_result.finding(Source(tmp_path), Link("start"))
+    assert result.rates[result.best] == result.rates[result.group] == 1e-3
+    assert result.seeds == (3, 3)
 
 
 def test_a_loss_is_compared_with_the_transformer_of_its_own_size(tmp_path):

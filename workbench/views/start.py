@@ -579,7 +579,7 @@ def _maps(source: Source, models: Sequence[Entry], step: int, metric: str, title
     """Attention maps at one step of the head that is highest by a measure at each run's last measured step."""
     maps, tables = [], []
     for entry in models:
-        frame = source.records([entry], [metric])
+        frame = one_sample(source.records([entry], [metric]))
         rows = frame[frame["head"].notna() & frame["variant"].isna() & frame["control"].isna()]
         if rows.empty:
             raise WorkbenchError(f"{metric.replace('_', ' ')} of {entry.name} is not measured yet")
