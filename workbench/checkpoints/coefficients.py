@@ -143,9 +143,7 @@ def read_coefficients(path: str | Path) -> Coefficients:
         )
     quantities = {row["quantity"] for row in rows}
     if "scalars" in quantities:
-        notes.append(
-            "modded-nanogpt changed the order of `scalars` between its versions: they are numbered, not named."
-        )
+        notes.append("modded-nanogpt changed the order of `scalars` between versions: they are numbered, not named.")
     if quantities & {"scalars", "skip_weights"}:
         notes.append("Weights of skips are as stored: a version that gates them multiplies by their sigmoid.")
     frame = pd.DataFrame(rows, columns=["quantity", "layer", "part", "value", "tensor"]).astype({"layer": "Int64"})

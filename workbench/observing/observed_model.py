@@ -471,8 +471,7 @@ class Observed(HookedModel):
         Columns of the result:
 
         - `source`: `first` (the first layer's values), `own`, an earlier layer, or `table NAME`, a lookup by token id. For streams
-          `embed` (the first block's input, which may be a multiple of the embedding), `block.<n>`, `own` (the last block's output), or each
-          output by token (`<n>_attn_out`).
+          `embed` (the first block's input), `block.<n>`, `own` (the last block's output), or each output by token (`<n>_attn_out`).
         - `coefficient`, `spread`: mean and standard deviation over tokens of weights that depend on the token
           (`attn.hook_v_weights`); spread is NaN for a constant coefficient.
         - `residual`: relative to the target; about 1e-7 for an exact path in float32. Above 0.1 `source` is `unexplained`.

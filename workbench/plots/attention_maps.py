@@ -51,9 +51,7 @@ def tiles(
     )  # fmt: skip
     for i, (name, maps) in enumerate(shown):
         L, H, rows, columns = maps.shape
-        room = np.full(
-            (L, H, rows + 1, columns + 1), np.nan, dtype=np.float32
-        )  # all pictures with gaps, layers upwards
+        room = np.full((L, H, rows + 1, columns + 1), np.nan, dtype=np.float32)  # with gaps, layers upwards
         room[:, :, :rows, :columns] = maps
         figure.add_heatmap(
             z=room[:, :, ::-1].transpose(0, 2, 1, 3).reshape(L * (rows + 1), H * (columns + 1)), x=_places(H, columns),

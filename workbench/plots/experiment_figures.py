@@ -66,9 +66,7 @@ def race_figure(frame: pd.DataFrame, *, log_x: bool = False) -> go.Figure:
 def formation_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Return a table of the numbers of formation steps: one row per architecture, fastest first, one column per seed."""
     wide = steps.pivot_table(index="architecture", columns="seed", values="formed", aggfunc="first", sort=False)
-    wide = (
-        wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("").map(lambda words: words.removeprefix("step "))
-    )
+    wide = wide.loc[list(dict.fromkeys(steps["architecture"]))].fillna("").map(lambda x: x.removeprefix("step "))
     names = [label(str(a)) for a in wide.index]
     return wide.rename(columns=lambda s: f"seed {s}").assign(model=names).set_index("model").reset_index()
 
@@ -154,9 +152,8 @@ def concentration_figure(frame: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="layer", dtick=whole_ticks(sums.index))
     figure.update_yaxes(title_text=axis_title("nats from uniform causal attention", "higher: further from uniform"))
     about = "divergence from uniform attention; importance entropy can hide it, as the parts can cancel there"
-    return dressed(
-        figure, "Concentration of attention", subtitle(rows, about, "whisker: standard error of the sum"), 300
-    )
+    under = subtitle(rows, about, "whisker: standard error of the sum")
+    return dressed(figure, "Concentration of attention", under, 300)
 
 
 def sinks_figure(mass: pd.DataFrame, drain: pd.DataFrame) -> go.Figure:

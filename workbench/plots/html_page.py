@@ -231,6 +231,4 @@ def fitted_maps(figure: go.Figure, width: int) -> go.Figure:
 
 def paper_page(drawn: go.Figure) -> str:
     """Return an HTML page of a figure for taking its picture, without buttons."""
-    return drawn.to_html(
-        include_plotlyjs=True, full_html=True, div_id="figure", config=CONFIG | {"displayModeBar": False}, auto_play=False
-    )
+    return drawn.to_html(div_id="figure", config=CONFIG | {"displayModeBar": False}, auto_play=False)

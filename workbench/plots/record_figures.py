@@ -162,10 +162,8 @@ def _panels(frame: pd.DataFrame, form: str | None) -> Iterator[Panel]:
                     yield Panel(chosen, titled, part, key, baseline)
         elif chosen == "ranks" or (chosen == "steps" and rows["layer"].nunique() + rows["head"].nunique() > 2):
             kept = rows["control"].isna() | (chosen == "ranks")
-            places = (
-                rows.loc[rows["control"].isna(), ["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
-            )
-            for layer, head in places.itertuples(index=False):
+            cells = rows.loc[rows["control"].isna(), ["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
+            for layer, head in cells.itertuples(index=False):
                 same = (rows["layer"] == layer) & ((rows["head"] == head) | np.isnan(head)) & kept
                 at = f"layer {layer:.0f}" + ("" if np.isnan(head) else f", head {head:.0f}")
                 yield Panel(chosen, f"{name}: {at}" if name else at, rows[same], key)
@@ -201,9 +199,7 @@ def plot(
     frame = checked(frame if isinstance(frame, pd.DataFrame) else as_records(frame))
     panels = list(_panels(frame, form))
     if len(panels) > MAX_PANELS:
-        raise WorkbenchError(
-            f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites or steps"
-        )
+        raise WorkbenchError(f"{len(panels)} panels do not fit one figure; keep fewer metrics, variants, sites, steps")
     maps = [p for p in panels if p.form == "heads" and not _unit(p).endswith(MINUS)]
     sort = any(p.rows["run"].nunique() > 1 for p in maps)
     for panel in maps if sort else ():

@@ -119,10 +119,7 @@ def write_report(runs: Path, out: Path) -> Path:
 
 
 def series_by_run(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the series of every run by name. It names the settings in which experiments differ, so no figure averages their runs.
-
-    Experiments with equal trainings and other settings of storage share a series.
-    """
+    """Return the series of every run by name; it names the settings of training in which experiments differ, so their runs have no mean."""
     # options of a model that are equal within its experiment may differ from those in another
     own = {e.name: e.series for e in named_series([e if e.imported else replace(e, group="") for e in entries])}
     groups: dict[str, list[Entry]] = {}

@@ -214,15 +214,11 @@ def differences(source: Source, link: Link) -> Drawing:
         for entry in source.chosen(link):
             models.setdefault(entry.series, ([], selected.step))[0].append(entry)
         if base not in models:
-            raise WorkbenchError(
-                "no Transformer among the selected models to subtract; select one, or compare two models"
-            )
+            raise WorkbenchError("no Transformer among these models to subtract; select one, or compare two models")
     measured = {name: _by_layer(source, selected, *of) for name, of in models.items()}
     values = {name: of for name, (of, _) in measured.items()}
     if len(texts := set[str]().union(*(texts for _, texts in measured.values()))) > 1:
-        raise WorkbenchError(
-            f"a difference needs one text and length; the runs are measured on {listed(sorted(texts))}"
-        )
+        raise WorkbenchError(f"a difference needs one text and length; runs are measured on {listed(sorted(texts))}")
     rows = []
     for name in plots.ordered(n for n in values if n != base):
         for layer in values[name].columns.intersection(values[base].columns):
@@ -316,10 +312,8 @@ def _more_seeds(
 
 
 def _of(rows: pd.DataFrame, subject: RunAtStep, form: str | None) -> pd.DataFrame:
-    series = subject.series
-    series = (
-        series.removesuffix(subject.entry.at_step(subject.step)) if form == "steps" else series
-    )  # all steps are drawn
+    every = subject.entry.at_step(subject.step) if form == "steps" else ""  # all steps are drawn
+    series = subject.series.removesuffix(every)
     own = rows[rows["run"] == subject.entry.name].assign(architecture=series)
     own = one_sample(_at(own, subject.step, form)) if len(own) else own
     is_known = form == "steps" or subject.entry.at_step(subject.step)

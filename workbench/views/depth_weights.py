@@ -17,12 +17,8 @@ from workbench.views.registered_views import Drawing, view
 from workbench.views.source import RunAtStep, Source
 
 INTO = {
-    "value": "in values",
-    "query": "in queries",
-    "key": "in keys",
-    "output": "in attention outputs",
-    "stream": "in block inputs",
-}
+    "value": "in values", "query": "in queries", "key": "in keys", "output": "in attention outputs", "stream": "in block inputs",
+}  # fmt: skip
 """Quantities of an observed module, by the tensor that is mixed."""
 
 

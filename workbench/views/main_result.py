@@ -149,9 +149,7 @@ def _compared(source: Source, experiments: dict[str, list[Entry]], group: str, *
     rates = {name: lr for name, (lr, rest) in settings.items() if rest == settings[group][1]}
     bases = {name: [e for e in experiments[name] if e.series == VANILLA] for name in rates}
     finals = {name: _final(source, of, outcome.quantity).groupby("seed")["value"].mean() for name, of in bases.items()}
-    shared = set.intersection(
-        *({*of.index} for of in finals.values())
-    )  # a rate of few seeds wins on the same seeds only
+    shared = set.intersection(*({*of.index} for of in finals.values()))  # of all rates
     losses = {name: float(of[of.index.isin(shared)].mean() if shared else of.mean()) for name, of in finals.items()}
     losses = {name: loss if math.isfinite(loss) else math.inf for name, loss in losses.items()}
     best = min(losses, key=lambda name: (losses[name], name))

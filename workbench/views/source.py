@@ -428,9 +428,7 @@ def _symbols(path: str, kind: str) -> str:
     run = Run.open(path)
     if kind == "backcopy":
         (ids,) = run.data.sample(1, run.train.T).ids.tolist()
-        return "".join(
-            ALPHABET[i] for i in ids if i < len(ALPHABET)
-        )  # a larger vocabulary has ids that cannot be typed
+        return "".join(ALPHABET[i] for i in ids if i < len(ALPHABET))  # others cannot be typed
     known = ALPHABET[: int(run.info["data"]["vocabulary"])]
     return "".join(letter for letter in SYMBOLS if letter in known)
 

@@ -556,14 +556,8 @@ def resting_heads(source: Source, link: Link) -> Drawing:
     """Attention map of the head with the strongest sink after training, in each architecture at one step."""
     check_part(link, "demo")
     models, _, step = sink_models(source, link)
-    return _maps(
-        source,
-        models,
-        step,
-        "sink_mass",
-        "Strongest sink head",
-        "most attention to the start token at the last measured step",
-    )
+    which = "most attention to the start token at the last measured step"
+    return _maps(source, models, step, "sink_mass", "Strongest sink head", which)
 
 
 @view("start")

@@ -56,9 +56,7 @@ def _rows(source: Source, link: Link, metric: str, *, seeds: bool = False) -> li
     """Rows of a quantity: in one part, or of A and of B (`seeds`: of all common seeds); raises `WorkbenchError` if not logged."""
     if link.on("compare"):
         pairs = source.pairs(link)[: None if seeds else 1]
-        subjects = {
-            of[0].entry.name: of for of in reversed(list(zip(*pairs, strict=True)))
-        }  # of one run at two steps A stays
+        subjects = {of[0].entry.name: of for of in reversed(list(zip(*pairs, strict=True)))}  # of one run A stays
         parts = []
         for of in reversed(subjects.values()):
             name = of[0].series.removesuffix(of[0].entry.at_step(of[0].step))

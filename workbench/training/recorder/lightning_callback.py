@@ -37,13 +37,15 @@ class LightningCallback(Callback):
         super().__init__()
         self.folder, self.every, self.module, self.settings = folder, every, module, settings
         self.recorder: Recorder | None = None
-        self.losses, self.counted = list[Any](), 0  # since the last optimiser step, and the number of steps then
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         model = pl_module.get_submodule(self.module) if self.module else pl_module
         settings: dict[str, Any] = {"start": trainer.global_step or None} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
-        self.losses, self.counted = [], self.recorder.count
+        self.losses, self.counted = (
+            list[Any](),
+            self.recorder.count,
+        )  # since the last optimiser step, and the steps then
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.recorder:
@@ -52,13 +54,13 @@ class LightningCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add the loss of a recorded step, which Lightning divides by the number of accumulated batches."""
-        loss, recorder = outputs.get("loss") if isinstance(outputs, dict) else outputs, self.recorder
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.losses += [] if loss is None else [loss]
-        if recorder is None or recorder.count == self.counted:  # without an optimiser step
-            return
-        if self.losses and recorder.open and recorder.open.step == recorder.count - 1:
-            recorder.add_to_record("train_loss", sum(self.losses) * trainer.accumulate_grad_batches / len(self.losses))
-        self.losses, self.counted = [], recorder.count
+        if (recorder := self.recorder) and recorder.count > self.counted:  # with an optimiser step
+            many, recorded = len(self.losses), recorder.open
+            if many and recorded and recorded.step == recorder.count - 1:
+                recorder.add_to_record("train_loss", sum(self.losses) * trainer.accumulate_grad_batches / many)
+            self.losses, self.counted = [], recorder.count
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
