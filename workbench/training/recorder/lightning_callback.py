@@ -42,10 +42,7 @@ class LightningCallback(Callback):
         model = pl_module.get_submodule(self.module) if self.module else pl_module
         settings: dict[str, Any] = {"start": trainer.global_step or None} | self.settings
         self.recorder = Recorder(model, self.every, self.folder, **settings)
-        self.losses, self.counted = (
-            list[Any](),
-            self.recorder.count,
-        )  # since the last optimiser step, and the steps then
+        self.losses, self.counted = list[Any](), self.recorder.count  # since the last optimiser step
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.recorder:
