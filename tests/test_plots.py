@@ -342,6 +342,12 @@ def test_gradients_and_coefficients_are_drawn():
         for n in range(3) for s in (0, 1)
     )  # fmt: skip
     assert [t.yaxis for t in plots.coefficients_figure(deeper).data] == ["y", "y2", "y3"], "a panel for each layer"
+    assert [note.text for note in plots.coefficients_figure(deeper).layout.annotations] == [
+        "layer 0",
+        "layer 1",
+        "layer 2",
+    ]
+    assert [note.text for note in learned.layout.annotations] == ["after block 0"], "averages of DenseFormer"
     assert plots.pace_figure(frame).data[0].y[0] == pytest.approx(1000.5)
     lacking = frame[~((frame["architecture"] == "transformer") & (frame["part"] == "W_V") & (frame["layer"] == 1))]
     lacking = lacking.assign(value=lacking["value"] / 1000)

@@ -312,7 +312,13 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
     layers = sorted(rows["layer"].dropna().unique())
     columns = min(len(layers), 2)
     count = -(-len(layers) // columns)
-    titles = [f"after block {n:.0f}" for n in layers]
+    after = rows["part"].str.startswith(
+        "alpha_"
+    )  # averages of outputs after a block; all others are of the layer itself
+    place = (
+        "after block {:.0f}" if after.all() else "layer {:.0f}, averages after it" if after.any() else "layer {:.0f}"
+    )
+    titles = [place.format(n) for n in layers]
     figure = make_subplots(
         count, columns, subplot_titles=titles, shared_yaxes="all", vertical_spacing=0.3 / count, horizontal_spacing=0.06
     )
@@ -334,7 +340,7 @@ def coefficients_figure(frame: pd.DataFrame) -> go.Figure:
                 line={"color": shade}, mode="lines", legendgroup=part, showlegend=not any(t.legendgroup == part for t in figure.data), **at,
             )  # fmt: skip
             figure.update_xaxes(title_text="training step", **at)
-    figure.update_yaxes(title_text="weight", col=1)
+    figure.update_yaxes(title_text="coefficient", col=1)  # a weight, a logit, a norm
     outer_titles(figure, len(layers), columns)
     title = f"Learned coefficients of {label(rows['architecture'].iloc[0])}"
     under = subtitle(rows, "whisker: range over seeds", *fewer_seeds([("step", rows)], rows))
