@@ -52,6 +52,17 @@ def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
     assert trace(drawing.figure, "ResFormer").y[-1] == pytest.approx(2.6 + 0.01 * 0.5 - 0.05 * 0.5)
 
 
+def test_losses_on_two_texts_are_not_subtracted(populated, tmp_path):
+    """Both texts have domains of the same names."""
+    for name in (A, B):
+        shutil.copytree(populated / name, tmp_path / name)
+    info = read_json(tmp_path / A / "run.json")
+    write_json(tmp_path / A / "run.json", info | {"data": info["data"] | {"hash": "another"}})
+    drawing = drawn(Source(tmp_path), training.validation_loss, compare=1, b=B)
+    assert drawing.sentence == "No A − B: nothing of one step, text and length was logged by both."
+    assert {t.name for t in drawing.figure.data if t.name} == {"A: ResFormer · s0", "B: Transformer · s0"}
+
+
 def test_a_step_without_every_domain_of_its_run_has_no_mean():
     """`a` is evaluated at 0, 10 and 20 and `b` at 0 and 20, so step 10 would be the loss of `a` alone; another run has `a` only."""
     losses = {"both": {"a": {0: 4.0, 10: 3.0, 20: 2.0}, "b": {0: 6.0, 20: 4.0}}, "one": {"a": {10: 3.5}}}

@@ -62,7 +62,12 @@ def setting_of(runs: pd.DataFrame) -> str:
     least, most = (int(seeds.min()), int(seeds.max())) if len(seeds) else (0, 0)
     many = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
     parts = [f"{many} of {models} model{'s' * (models > 1)}"] if models else []
-    runs = runs.assign(budget=runs["tokens"] / runs["parameters"])
+    known = runs["optimiser"] != "unknown"  # else an imported checkpoint, with placeholders
+    runs = runs.assign(
+        budget=runs["tokens"] / runs["parameters"],
+        T=runs["T"].where(known),
+        steps=runs["steps"].where(known | (runs["steps"] > 1)),
+    )
     for column, form in WORDS.items():
         values = sorted(runs[column].dropna().unique())
         if values:

@@ -91,6 +91,9 @@ def _curves(
     spread = link.choice("spread", plots.SPREADS, kind="error bars")
     if len(parts) == 2:
         own, minus = source.subjects(link), drawn.curve_difference(*parts)
+        texts = [Run.open(s.entry.path).info.get("data") for s in own]
+        if texts[0] != texts[1] and str(parts[0]["metric"].iloc[0]).endswith("loss"):
+            minus = minus.head(0)
         parts = [*(p[p["run"] == s.entry.name] for p, s in zip(parts, own, strict=True)), minus]
         sentence = _paired(minus, own, axis)
     elif parts[0]["run"].nunique() == 1:
