@@ -250,11 +250,14 @@ def test_measures_are_compared_at_the_rates_that_another_seed_chose(at_one_rate,
     ]
     found = judged("neutreno_smooths_less", made, rows, told)
     assert "rate 0.002 to 0.004" in found.setting
-    assert found.setting.endswith("each model at its best of 4 rates, chosen on seed 4")
+    assert found.setting.endswith("each model at its best of 4 rates (chosen on seed 4)")
     trained = found.table.set_index("comparison").loc["trained"]
     assert (trained["value"], trained["n"]) == (pytest.approx(-0.2), 3)
     assert found.status == status
-    turned = "Trained: -0.2 at unequal rates. At one rate of 0.004 it is +0.2 cosine. So the rates may explain it."
+    assert found.words == (
+        status if status == "supported" else "unresolved because the sign is opposite at one rate of 0.004"
+    )
+    turned = "Trained: -0.2 at unequal rates, +0.2 cosine at one rate of 0.004. So the rates may explain it."
     assert (turned in found.sentence) == (status == "unresolved")
 
 

@@ -100,15 +100,16 @@ class Claim:
             alike = runs.loc[[*other.runs]]
             if alike["lr"].nunique() == 1 and len(pd.concat([compared, alike])[[*RECIPE]].drop_duplicates()) == 1:
                 both = lead.table.merge(other.table, on=["comparison", "role"])
-                reversed_ = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
-                for name, unequal, equal, unit in reversed_[["comparison", "value_x", "value_y", "unit_y"]].to_numpy()[
-                    :1
-                ]:
-                    more = (
-                        f" {name.capitalize()}: {unequal:+.3g} at unequal rates. At one rate of {alike['lr'].iloc[0]:g} it is "
-                        f"{equal:+.3g} {unit}. So the rates may explain it."
+                opposite = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
+                if len(opposite):
+                    one, at = opposite.iloc[0], f"at one rate of {alike['lr'].iloc[0]:g}"
+                    numbers = f"{one['value_x']:+.3g} at unequal rates, {one['value_y']:+.3g} {one['unit_y']} {at}"
+                    sentence = (
+                        f"{lead.sentence} {one['comparison'].capitalize()}: {numbers}. So the rates may explain it."
                     )
-                    return replace(lead, status="unresolved", p=1.0, sentence=f"{lead.sentence}{more}")
+                    return replace(
+                        lead, status="unresolved", p=1.0, sentence=sentence, scope=f"because the sign is opposite {at}"
+                    )
         return lead
 
     def _judge(self, evidence: Evidence) -> tuple[Verdict, bool, float]:

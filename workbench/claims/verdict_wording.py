@@ -75,7 +75,7 @@ def setting_of(runs: pd.DataFrame) -> str:
             low, high = number.format(values[0]), number.format(values[-1])
             parts.append(f"{before}{low if low == high else f'{low} to {high}'}{after}")
     if "chosen_on" in runs and len(on := runs["chosen_on"].unique()) == 1 and len(runs.dropna(subset="chosen_on")):
-        parts.append(f"each model at its best of {runs['rates'].min():.0f} rates, chosen on seed {on[0]}")
+        parts.append(f"each model at its best of {runs['rates'].min():.0f} rates (chosen on seed {on[0]})")
     return ", ".join(parts)
 
 
