@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_797  # lines of Python in workbench/ and app/
+TOTAL = 59_888  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
-    "workbench/checkpoints": 4_601,
-    "workbench/claims": 4_139,
+    "workbench/checkpoints": 4_603,
+    "workbench/claims": 4_179,
     "workbench/cli": 1_505,
     "workbench/data": 1_631,
     "workbench/interventions": 2_520,
@@ -31,17 +31,17 @@ LINES = {
     "workbench/measurement": 1_139,
     "workbench/metrics": 1_809,
     "workbench/models": 6_218,
-    "workbench/observing": 8_537,
-    "workbench/plots": 3_351,
+    "workbench/observing": 8_539,
+    "workbench/plots": 3_385,
     "workbench/prompts": 3_127,
-    "workbench/reports": 1_558,
+    "workbench/reports": 1_557,
     "workbench/runs": 2_452,
     "workbench/sklearn": 633,
     "workbench/statistics": 590,
     "workbench/storage": 888,
     "workbench/studies": 903,
-    "workbench/training": 1_808,
-    "workbench/views": 5_756,
+    "workbench/training": 1_814,
+    "workbench/views": 5_764,
 }
 USED_ONCE = 300  # private helpers whose name stands twice in its file
 HARD = {".py": 0.015, ".md": 0.01}  # share of sentences that open without a noun or use a word of `HARD_WORDS`

@@ -100,7 +100,10 @@ def measure(
         count in the loss. The warning `PaddingLeftOut` gives the share, `NotMeasured` lists metrics without numbers.
     """
     wanted = [_find(name, positions) for name in ([metrics] if isinstance(metrics, str) else metrics)]
-    only = {name: _sites(_find(name), selected) for name, selected in (sites or {}).items()}
+    only = {name: tuple(selected) for name, selected in (sites or {}).items()}
+    for item, selected in ((_find(name), selected) for name, selected in only.items()):
+        for site in selected:
+            refuse_unknown(f"site of {item.name}", site, getattr(item, "sites", ()))
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
@@ -198,12 +201,6 @@ def _find(name: str, positions: str = "first") -> Measure:
         return replace(item, found=True, controls={}, min_length=least)
     function = update_wrapper(partial(item.function, positions=positions), item.function)
     return replace(item, found=True, function=function, min_length=least)
-
-
-def _sites(item: Measure, sites: Sequence[str]) -> tuple[str, ...]:
-    for site in sites:
-        refuse_unknown(f"site of {item.name}", site, getattr(item, "sites", ()))
-    return tuple(sites)
 
 
 def _sharing(subject: Subject) -> Any:
