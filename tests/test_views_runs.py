@@ -69,16 +69,20 @@ def test_runs_are_grouped_within_an_experiment_with_the_interval_of_their_final_
         common = {"run": f"text-transformer-s{seed}", "architecture": "transformer", "seed": seed, "step": 19}
         rows = records([common | {"metric": "validation_loss", "value": 2.0 + seed, "unit": "nats"}])
         write_parquet(rows, tmp_path / common["run"] / "telemetry" / "000000-000020.parquet")
-    table = start_runs.grouped_runs(start_runs.runs_table(Source(tmp_path)), ["model"]).set_index("model")
+    finished = start_runs.runs_table(Source(tmp_path)).assign(state="finished")  # their checkpoints are not here
+    table = start_runs.grouped_runs(finished, ["model"]).set_index("model")
     assert table["runs"].tolist() == [3, 3, 3]
     assert table.loc["Transformer", "final loss"] == pytest.approx(2 + sum(SEEDS) / 3)
     assert table.loc["Transformer", "final loss, seeds"] == 3
     assert table.drop("Transformer")["final loss, seeds"].tolist() == [0, 0]
-    runs = start_runs.runs_table(Source(tmp_path)).assign(**{"trained to step": pd.array([20] * 9, dtype="Int64")})
+    runs = finished.assign(**{"trained to step": pd.array([20] * 9, dtype="Int64")})
     runs.loc[runs["run"] == f"text-transformer-s{SEEDS[0]}", "trained to step"] = 8
     early = start_runs.grouped_runs(runs, ["model"]).set_index("model").loc["Transformer"]
     assert early["final loss"] == pytest.approx(2 + sum(SEEDS[1:]) / 2), "a run that stopped early has no final loss"
     assert (early["runs"], early["final loss, seeds"]) == (3, 2)
+    for state in ("stopped before step 20", "being written now"):  # all at one step
+        stopped = start_runs.grouped_runs(runs.assign(state=state, **{"trained to step": 8}), ["model"])
+        assert stopped["final loss, seeds"].tolist() == [0, 0, 0], "no run was trained to its end"
     with pytest.raises(UnknownName, match="column that groups runs"):
         start_runs.grouped_runs(start_runs.runs_table(ask), ["final loss"])
     done = test_cli.run("list", "runs", "--by", "model", "--runs", tmp_path, "--out", tmp_path / "t.tex")

@@ -24,6 +24,8 @@ from workbench.views.source import Source
 from workbench.views.token_names import short
 from workbench.views.training import mean_of_domains
 
+KINDS = {"recorded": "recorded", "log": "training log, no weights"}
+
 
 def runs_table(source: Source) -> pd.DataFrame:
     """A row for each run of the folder, in the catalogue's order."""
@@ -57,16 +59,9 @@ def runs_table(source: Source) -> pd.DataFrame:
         titles = {group: ", ".join(filter(None, (title, apart[group]))) for group, title in titles.items()}
     losses, rates = source.keep(("losses and rates", *((e.path, e.stamp) for e in entries)), read)
     for e in entries:
-        if e.being_written:
-            state = "being written now"
-        elif e.kind == "recorded":
-            state = "recorded"
-        elif e.kind == "log":
-            state = "training log, no weights"
-        elif e.shipped:
-            state = "shipped, read-only"
-        else:
-            state = "finished" if e.finished else f"stopped before step {e.last}"
+        ended = "finished" if e.finished else f"stopped before step {e.last}"
+        state = KINDS.get(e.kind) or ("shipped, read-only" if e.shipped else ended)
+        state = "being written now" if e.being_written else state
         step = e.last if e.shipped or e.kind == "log" else e.steps[-1] if e.steps else None
         step = None if e.imported and not step else step  # one checkpoint, of unknown training
         options = ", ".join(f"{name}={value}" for name, value in e.options.items() if value is not None)
@@ -92,8 +87,9 @@ def grouped_runs(table: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     for name in by:
         refuse_unknown("column that groups runs", name, GROUPABLE)
     if not {"state", "trained to step"} & set(by):
-        early = table["trained to step"] < table.groupby("group")["trained to step"].transform("max")
-        table = table.assign(**{"final loss": table["final loss"].mask(early.fillna(False).astype(bool))})
+        early = (table["trained to step"] < table.groupby("group")["trained to step"].transform("max")).fillna(False)
+        early |= table["state"].str.startswith(("stopped", "being written"))
+        table = table.assign(**{"final loss": table["final loss"].mask(early.astype(bool))})
     return group_intervals(table, ["experiment", "group", *by], ["final loss"])
 
 
