@@ -188,6 +188,16 @@ def test_a_study_trains_tells_what_broke_and_trains_nothing_twice(tmp_path, fork
     assert weights.stat().st_mtime_ns == before
 
 
+def test_tables_of_quick_runs_have_names_of_their_own(tmp_path):
+    study = read_study(written(tmp_path))
+    for quick, name in ((False, "small"), (True, "quick-small")):
+        planned = plan(study, tmp_path / "runs", quick=quick)
+        frame = outcomes(study, planned, {run.name: "not trained" for run in planned})
+        files = keep(study, frame, tmp_path / "runs", tmp_path / "out")
+        assert [file.name for file in files] == [f"{name}.parquet", f"{name}-runs.parquet"]
+        assert set(pd.read_parquet(files[1])["run"]) == {run.name for run in planned}
+
+
 def test_a_damaged_run_fails_by_itself_and_its_study_goes_on(tmp_path, monkeypatch):
     study = read_study(written(tmp_path, SMALL.replace("[0, 1, 2]", "[0]")))
     names = [run.name for run in plan(study, tmp_path / "runs")]

@@ -243,11 +243,10 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
         tuned = best.assign(**{study.tuned: "best"})
         values = [cell.point[study.tuned] for cell in study.cells]
         tried = list(map(value_text, sorted(values) if all(isinstance(v, int | float) for v in values) else values))
-        pairs = (table.groupby(["model", *rest], sort=False) for table in (tuned, best))
-        for (_, group), (_, real) in zip(*pairs, strict=True):
+        for _, real in best.groupby(["model", *rest], sort=False):
             value = real[study.tuned].iloc[0]
             edge = ", at the edge" if value in (tried[0], tried[-1]) else ""  # a better value may lie outside
-            row, change = _compared(study, tuned, rest, group)
+            row, change = _compared(study, tuned, rest, tuned.loc[real.index])
             rows.append((row | {study.tuned: f"best ({value}{edge})"}, change))
     below, above = OUTCOMES[study.outcome]
     words = {"supported": below, "refuted": above}
@@ -293,12 +292,11 @@ def _compared(
 
 
 def keep(study: Study, frame: pd.DataFrame, runs: Path, out: Path) -> list[Path]:
-    """Write `NAME.parquet` (cells), `NAME-runs.parquet` (runs) and, if the study measures, `NAME-records.parquet`; return the files."""
-    tables = {study.name: summary(study, frame), f"{study.name}-runs": frame}
+    """Write `NAME.parquet` (cells), `NAME-runs.parquet` and, if the study measures, `NAME-records.parquet` (quick runs: `quick-NAME`)."""
+    tables = {"": summary(study, frame), "-runs": frame}
     if study.measure.get("metrics"):
-        tables[f"{study.name}-records"] = one_sample(
-            load_records([runs / n for n in frame[frame["failed"] == ""]["run"]])
-        )
-    for name, table in tables.items():
-        write_parquet(table, out / f"{name}.parquet")
-    return [out / f"{name}.parquet" for name in tables]
+        tables["-records"] = one_sample(load_records([runs / n for n in frame[frame["failed"] == ""]["run"]]))
+    name = f"{'quick-' if frame['run'].str.startswith('quick-').all() else ''}{study.name}"
+    for part, table in tables.items():
+        write_parquet(table, out / f"{name}{part}.parquet")
+    return [out / f"{name}{part}.parquet" for part in tables]
