@@ -97,6 +97,23 @@ def test_a_compiled_model_runs_uncompiled_for_logging_steps_alone(gpt, tmp_path)
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "options", "units"),
+    [
+        ("sink_logit", {"logit": "learned"}, {"sink_logit": "logits"}), ("value_scale", {}, {"value_threshold": "squared norm"}),
+        ("attention_residuals", {}, {"depth_query": "norm"}),
+        ("resformer_learnable", {}, {"lambda_v1": "weight", "lambda_own": "weight"}),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_coefficient_has_the_unit_of_what_it_is(architecture, options, units, tiny):
+    (shortcut,) = tiny(architecture, **options).shortcuts
+    found = [*shortcut.coefficient_rows()]
+    assert {axes["part"]: axes["unit"] for axes, _ in found} == units
+    known = {(p, n): x for p, values in shortcut.coefficients().items() for n, x in enumerate(values) if x == x}
+    assert {(axes["part"], axes["layer"]): x for axes, x in found} == known
+
+
 def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
     model = tiny("denseformer").train()
     with Recorder(model, 1, tmp_path / "r", quantities=["coefficient", "gradient_norm"]) as recorder:
@@ -104,6 +121,7 @@ def test_coefficients_and_a_learned_average_are_followed(tiny, tmp_path):
         recorder.step()
     assert value(tmp_path / "r", "coefficient", part="alpha_3", layer=2) == 1.0
     assert value(tmp_path / "r", "coefficient", part="alpha_0", layer=2) == 0.0
+    assert set(rows(tmp_path / "r", "coefficient")["unit"]) == {"weight"}
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ Layers are numbered from 0 and sublayers too: 2 n is layer n's attention, 2 n + 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +39,7 @@ Tensors = Mapping[Source, Tensor]
 Reads = Mapping[str, Tensors]  # tensors of other layers, by kind (`rot_q`, `rot_k`, `v`) and by source
 Skip = Literal["stream", "sum", ""]
 SoftmaxForm = Literal["", "softmax", "null", "sets", "mixture"]
+COEFFICIENT_UNITS = {"sink_logit": "logits", "depth_query": "norm", "value_threshold": "squared norm"}
 Path = Literal["output", "pattern"]
 Memory = dict[Any, Any]  # tensors of one forward pass by (tensor, layer, state), and everything that shortcuts prepare
 
@@ -169,6 +171,12 @@ class Shortcut(nn.Module):
     def coefficients(self) -> dict[str, list[float]]:
         """Return the numbers to follow during training: name -> one per layer, NaN for a layer without one."""
         return {}
+
+    def coefficient_rows(self) -> Iterator[tuple[dict[str, Any], float]]:
+        """Yield every number of `coefficients` with its axes in telemetry: part, unit and layer."""
+        for part, values in self.coefficients().items():
+            axes = {"part": part, "unit": COEFFICIENT_UNITS.get(part, "weight")}
+            yield from ((axes | {"layer": n}, value) for n, value in enumerate(values) if not math.isnan(value))
 
     @classmethod
     def options_for(cls, shapes: Mapping[str, Sequence[int]], config: ModelConfig) -> list[dict[str, Any]]:

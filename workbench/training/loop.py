@@ -347,11 +347,8 @@ class _Loop:
                 self.telemetry.add(step, "gradient_norm", total, part="all", unit="loss per weight")
                 self._note_gradients(gradients)
                 with torch.no_grad():
-                    coefficients = [pair for s in self.bare.shortcuts for pair in s.coefficients().items()]
-                for part, values in coefficients:
-                    for layer, value in enumerate(values):
-                        if not math.isnan(value):
-                            self.telemetry.add(step, "coefficient", value, part=part, layer=layer, unit="weight")
+                    for axes, coefficient in (row for s in self.bare.shortcuts for row in s.coefficient_rows()):
+                        self.telemetry.add(step, "coefficient", coefficient, **axes)
         if config.clip:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), config.clip, total)
         self.optimiser.step()

@@ -36,7 +36,7 @@ DEFAULT = (
 UNITS = {
     "train_loss": "nats", "gradient_norm": "loss per weight", "activation_gradient_norm": "loss per activation",
     "gradient_by_position": "loss per activation", "gradient_sink": "ratio", "update_ratio": "ratio", "weight_norm": "norm",
-    "padding_share": "share of positions", "coefficient": "weight", "seconds_per_step": "s", "recorder_share": "share of the loop's time",
+    "padding_share": "share of positions", "seconds_per_step": "s", "recorder_share": "share of the loop's time",
 }  # fmt: skip
 
 

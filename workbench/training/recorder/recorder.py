@@ -311,10 +311,8 @@ class Recorder:
         if self._wants("coefficient") and has_named_hooks(self.model):
             with self.stopped.guard("coefficient"):
                 for shortcut in getattr(self.model, "shortcuts", ()):
-                    for part, values in shortcut.coefficients().items():
-                        for layer, value in enumerate(values):
-                            if value == value:  # NaN: this layer has none
-                                record.add({"metric": "coefficient", "part": part, "layer": layer}, value)
+                    for axes, value in shortcut.coefficient_rows():
+                        record.add({"metric": "coefficient", **axes}, value)
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.places = matrix_places(self.model, self.places)
         if gone := sorted(self.places.keys() - trained.keys() - self.untrained):
