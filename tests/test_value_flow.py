@@ -201,5 +201,5 @@ def test_two_models_are_followed_below_each_other_and_a_layer_that_one_lacks_is_
 
 def test_the_last_token_is_read_by_itself_alone(populated):
     said = drawn(populated, position=None, layer="0").sentence
-    assert "1 query reads it" in said
+    assert "The queries from it on (1) receive from it" in said
     assert not re.search("nan|Later token", said)

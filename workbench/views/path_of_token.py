@@ -135,9 +135,9 @@ def _sentence(subject: RunAtStep, flow: prompts.ValueFlow) -> str:
     sentences = [
         f"{subject.title}: the value of “{flow.tokens[flow.position]}” in layer {flow.layer} has norm {number(flow.norm)}: {sources} "
         f"(sum off by {flow.error:.0e}).",
-        f"{queries} {'queries read' if queries > 1 else 'query reads'} it, by attention times norm after W_O: "
-        f"{number(read['amount'])} of {number(read['total'])} "
-        f"({read['amount'] / read['total']:.1%}; uniform attention {read['even_amount'] / read['total']:.1%}), most through head "
+        f"The queries from it on ({queries}) receive from it, by attention times norm after W_O: "
+        f"{number(read['amount'])} of {number(read['total'])} ({read['amount'] / read['total']:.1%}; uniform attention "
+        f"{read['even_amount'] / read['total']:.1%}), most through head "
         f"{int(best['head'])} ({number(best['amount'])}, {best['share']:.1%} of that head).",
     ]
     rows = flow.queries[flow.queries["query"] > flow.position]
