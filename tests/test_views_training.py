@@ -52,6 +52,17 @@ def test_the_loss_is_the_mean_over_domains_with_the_error_of_that_mean(ask):
     assert trace(drawing.figure, "ResFormer").y[-1] == pytest.approx(2.6 + 0.01 * 0.5 - 0.05 * 0.5)
 
 
+def test_the_table_of_losses_over_a_budget_has_the_published_curves_that_are_drawn(ask):
+    drawing = drawn(ask, training.by_budget)
+    published = drawing.table[drawing.table["run"] == "published"]
+    for model, rows in published.groupby("architecture"):
+        curve = next(t for t in drawing.figure.data if t.name == f"{plots.label(model)}, {rows['source'].iloc[0]}")
+        assert rows["value"].tolist() == list(curve.y)
+        assert rows["tokens_per_parameter"].tolist() == list(curve.x)
+    names = {t.name for t in drawing.figure.data if t.name and "modded" in t.name}
+    assert published["architecture"].nunique() == len(names) > 0
+
+
 def test_losses_on_two_texts_are_not_subtracted(populated, tmp_path):
     """Both texts have domains of the same names."""
     for name in (A, B):

@@ -222,7 +222,9 @@ def by_budget(source: Source, link: Link) -> Drawing:
     curves = {str(run): rows.groupby("step")["value"].mean().astype(float) for run, rows in losses.groupby("run")}
     rows = differences_by_budget(facts, curves, VANILLA)
     shown = {name: published_differences(name) for name in ("resformer", "resformer_learnable")}
-    return Drawing(plots.budget_figure(rows, shown), rows)
+    behind = [curve.assign(architecture=name, run="published") for name, curve in shown.items()]
+    table = pd.concat([rows, *behind], ignore_index=True)[[*rows, "source"]]
+    return Drawing(plots.budget_figure(rows, shown), table)
 
 
 @view("training")
