@@ -313,6 +313,7 @@ def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, 
     row = summary(study, table(transformer=[100, 111, 119], resformer=steps)).set_index("model").loc["resformer"]
     assert row["difference"] == pytest.approx(difference, abs=1e-3, nan_ok=True)
     assert row["verdict"] == verdict
+    assert row["unit"] == ("restricted mean steps" if math.isnan(steps[-1]) else "steps")
     if verdict == "unresolved":
         half = 4.302653 * math.sqrt(((-1 + 2) ** 2 + (-11 + 2) ** 2 + (6 + 2) ** 2) / 2) / math.sqrt(3)
         assert (row["low"], row["high"]) == pytest.approx((-2 - half, -2 + half), rel=1e-5)

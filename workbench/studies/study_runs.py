@@ -19,7 +19,7 @@ from workbench.jobs.running import Job, StatusFile, Workers, run_jobs
 from workbench.places import SHIPPED
 from workbench.runs.records import load_records, one_sample, write_parquet
 from workbench.runs.run import CORPORA, RUN_FILE, Run, is_study, shared_text
-from workbench.statistics.censored import censored, compare_steps, formed_in
+from workbench.statistics.censored import censored, compare_steps, formed_in, step_unit
 from workbench.statistics.copying_and_sink_steps import formation_steps, sink_step
 from workbench.statistics.intervals import MIN_SEEDS, Interval, over_seeds, paired_seeds
 from workbench.storage.path_or_url import unpacked
@@ -215,8 +215,7 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
             last = losses[losses["step"] == losses["step"].max()]
             row |= {"step": float(last["step"].max()), "validation_loss": float(last["value"].mean())}
             if (written["metric"] == "copy_loss").any():
-                formed = formation_steps(written)["formation_step"].iloc[0]
-                row["formation_step"] = math.nan if pd.isna(formed) else float(formed)
+                row["formation_step"] = float(formation_steps(written)["formation_step"].astype("float64").iloc[0])
             if study.outcome == "sink_step":
                 row["sink_step"] = sink_step(one_sample(load_records([trained.path])))
         rows.append(row | {"failed": failures.get(run.name, "")})
@@ -226,8 +225,9 @@ def outcomes(study: Study, planned: Sequence[StudyRun], failures: Mapping[str, s
 def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row per cell: the outcome over seeds, and the paired difference from the baseline with its verdict.
 
-    If a run does not reach its step, mean and largest are NaN. Steps are compared by `compare_steps`. Verdicts are Holm-corrected over the
-    table. If the study has a `tuned` axis, one more row per model takes its best value of that axis, selected by the mean.
+    If a run does not reach its step, mean and largest are NaN. Steps are compared by `compare_steps`, and `unit` is that of the difference.
+    Verdicts are Holm-corrected over the table. If the study has a `tuned` axis, one more row per model takes its best value of that axis,
+    selected by the mean.
     """
     rest = [axis for axis in study.axes if axis != study.tuned]
     groups = frame.groupby(["model", *study.axes], sort=False)
@@ -248,10 +248,9 @@ def summary(study: Study, frame: pd.DataFrame) -> pd.DataFrame:
             edge = ", at the edge" if value in (tried[0], tried[-1]) else ""  # a better value may lie outside
             row, change = _compared(study, tuned, rest, tuned.loc[real.index])
             rows.append((row | {study.tuned: f"best ({value}{edge})"}, change))
-    below, above = OUTCOMES[study.outcome]
-    words = {"supported": below, "refuted": above}
-    verdicts = judge_differences({i: change for i, (row, change) in enumerate(rows) if not row["verdict"]})
-    for i, verdict in verdicts.items():
+    words = dict(zip(("supported", "refuted"), OUTCOMES[study.outcome], strict=True))
+    tested = {i: change for i, (row, change) in enumerate(rows) if not row["verdict"]}
+    for i, verdict in judge_differences(tested).items():
         row, change = rows[i]
         few = f": {change.n} of the {MIN_SEEDS} seeds needed" if change.n < MIN_SEEDS else ""
         row["verdict"] = f"{words.get(verdict.status, verdict.status)}{few or row['formed']}"
@@ -268,11 +267,11 @@ def _compared(
     for axis in axes:
         peers = peers[peers[axis] == first[axis]]
     values, base = (rows.set_index("seed")[study.outcome] for rows in (group, peers))
-    known, failed = values.dropna(), int((group["failed"] != "").sum())
+    known, failed, in_nats = values.dropna(), int((group["failed"] != "").sum()), study.outcome == "validation_loss"
     change, formed, verdict = over_seeds([]), "", ""
     if first["model"] == baseline:
         verdict = "baseline"
-    elif study.outcome == "validation_loss":
+    elif in_nats:
         change = paired_seeds(values, base)
     else:
         trained = (rows[rows["failed"] == ""].set_index("seed") for rows in (group, peers))
@@ -282,11 +281,12 @@ def _compared(
             formed = f": formed in {' against '.join(map(formed_in, steps))} runs"
     if failed and not verdict:
         verdict = f"unresolved: {failed} of {len(values)} runs failed"
-    whole = study.outcome == "validation_loss" or len(known) + failed == len(values)
+    whole = in_nats or len(known) + failed == len(values)
     row = {
         "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
         "mean": known.mean() if whole else math.nan, "least": known.min(), "largest": known.max() if whole else math.nan,
-        "difference": change.value, "low": change.low, "high": change.high, "verdict": verdict, "failed": failed, "formed": formed,
+        "difference": change.value, "low": change.low, "high": change.high, "unit": "nats" if in_nats else step_unit([change]),
+        "verdict": verdict, "failed": failed, "formed": formed,
     }  # fmt: skip
     return row, change
 
