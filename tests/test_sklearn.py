@@ -160,6 +160,11 @@ def test_alignment_undoes_a_turn_and_names_what_is_left():
     b = aligned(replace(a, vectors=3 * a.vectors @ turn + 5, points=a.points[::-1]), a)
     assert np.allclose(b.points, a.points), "a turn in all dimensions is undone, and A's plane is B's"
     assert b.disparity == pytest.approx(0, abs=1e-12)
+    few = map_of(np.random.default_rng(3).normal(size=(90, 4)) * [4, 3, 2, 1], np.arange(90) % 5, 9, most=30)
+    assert aligned(few, few).explained == pytest.approx(few.explained), (
+        "one model beside itself: both of the drawn points"
+    )
+    assert few.explained == pytest.approx(few.points.var(0).sum() / few.vectors.var(0).sum())
     assert np.allclose(b.numbers[["value", "chance"]], a.numbers[["value", "chance"]])
     c = aligned(replace(a, vectors=np.random.default_rng(1).normal(size=a.vectors.shape)), a)
     assert c.disparity == pytest.approx(c.chance, abs=0.05), "what is unrelated is as by chance"

@@ -35,7 +35,7 @@ class TokenMap:
     documents: np.ndarray  # int64 [n]
     positions: np.ndarray  # int64 [n]
     method: str
-    explained: float  # share of the variance of all vectors within the plane; NaN for other methods than pca
+    explained: float  # share of the variance of `vectors` within the plane; NaN for other methods than pca
     numbers: pd.DataFrame
     """measure, space (`all dimensions` or `map`), value, chance: `separation` of the vectors and of the points."""
     vectors: np.ndarray  # float64 [n, width], of the points
@@ -94,11 +94,10 @@ def map_of(
     """Return `token_map` of vectors X [documents * T, width] and token ids y, as `as_matrix` gives them."""
     documents = np.arange(len(y)) // T
     shown = drawn_rows(y, most, seed, documents % 2 == 1 if method == "lda" else None)
-    explained, seen = math.nan, np.asarray(X[shown], dtype=np.float64)
+    seen = np.asarray(X[shown], dtype=np.float64)
     project: Callable[[np.ndarray], np.ndarray]
     if method == "pca":
-        pca = StreamedPCA(2).fit(X)
-        explained, project = float(pca.explained_variance_ratio_.sum()), pca.transform
+        project = StreamedPCA(2).fit(X).transform
     elif method == "lda":
         sums, fit = ClassSums(), documents % 2 == 0
         sums.add(torch.from_numpy(X[fit]), torch.from_numpy(y[fit]))
@@ -119,6 +118,7 @@ def map_of(
         reducer = umap.UMAP(n_components=2, n_neighbors=min(15, len(shown) - 1), random_state=seed, n_jobs=1)
         project = reducer.fit(X[shown]).transform
     points = in_plane(project, seen)
+    explained = float(points.var(0).sum()) / (float(seen.var(0).sum()) or math.nan) if method == "pca" else math.nan
     numbers = pd.concat(
         [separation(x, y[shown], neighbours, seed).assign(space=s) for s, x in {ALL: seen, PLANE: points}.items()],
         ignore_index=True,

@@ -112,7 +112,7 @@ def tokens(source: Source, link: Link) -> Drawing:
     facts = [f"layer {layer}", of, FIT[method].format(n=ids.numel()), f"{len(first.points)} points whose token repeats"]
     facts = facts if len(drawn) > 1 else [drawn[0][0].name, *facts]
     if method == "pca":
-        facts.append(f"the plane holds {' and '.join(f'{m.explained:.0%}' for _, m in drawn)} of the variance")
+        facts.append(f"the plane holds {' and '.join(f'{m.explained:.0%}' for _, m in drawn)} of the points' variance")
     if len(drawn) > 1:
         facts.append(
             f"B's vectors turned onto A's in all dimensions (Procrustes), in A's plane; {last.disparity:.0%} of the squared distances "
