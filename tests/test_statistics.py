@@ -112,6 +112,12 @@ def test_rounding_is_no_spread_over_seeds():
     assert (equal.value, equal.p) == (0, 1)
 
 
+def test_a_seed_without_a_value_leaves_equal_differences_without_an_interval():
+    found = paired_seeds(pd.Series([1.0, 2.0, math.nan]), pd.Series([2.0, 3.0, 4.0]))
+    assert math.isnan(found.value)
+    assert math.isnan(found.p)
+
+
 def documents(values, start=0):
     return pd.DataFrame({"document": range(start, start + len(values)), "value": values})
 
@@ -145,6 +151,8 @@ def test_documents_read_by_one_side_alone_are_refused():
 def test_band_over_seeds_averages_runs_of_one_seed_first():
     frame = pd.DataFrame({"architecture": "a", "seed": [0, 0, 1], "value": [1.0, 3.0, 5.0]})
     assert seed_band(frame, ["architecture"]).iloc[0].tolist() == ["a", 3.5, 2.0, 5.0, 2]
+    missing = pd.concat([frame, frame.head(1).assign(seed=9, value=np.nan)])
+    assert seed_band(missing, ["architecture"]).iloc[0].tolist() == ["a", 3.5, 2.0, 5.0, 2], "a seed without a value"
     nowhere = seed_band(frame.assign(layer=np.nan), ["layer"])  # a group that an axis says nothing of is one
     assert nowhere[["mean", "size"]].to_numpy().tolist() == [[3.5, 2]]
 

@@ -134,7 +134,7 @@ def paired_seeds(method: pd.Series, baseline: pd.Series) -> Interval:
     one, other = (each.loc[shared].astype(float) for each in (method, baseline))
     change = one - other
     rounding = 1e-12 * max(one.abs().max(), other.abs().max())
-    if change.max() - change.min() <= rounding:
+    if change.max(skipna=False) - change.min(skipna=False) <= rounding:
         change[:] = change.mean() if abs(change.mean()) > rounding else 0.0
     return over_seeds(change.rename_axis("seed"))
 
@@ -161,9 +161,9 @@ def paired_documents(method: pd.DataFrame, baseline: pd.DataFrame, seed: int = 0
 
 
 def seed_band(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return mean, minimum, maximum and number of seeds by group; several rows of one seed are averaged first."""
-    each = frame.groupby([*by, "seed"], dropna=False)["value"].mean().reset_index()
-    return each.groupby(list(by), dropna=False)["value"].agg(["mean", "min", "max", "size"]).reset_index()
+    """Return mean, minimum, maximum and number of seeds with a value by group; several rows of one seed are averaged first."""
+    each = frame.groupby([*by, "seed"], dropna=False)["value"].mean().groupby(level=list(by), dropna=False)
+    return each.agg(mean="mean", min="min", max="max", size="count").reset_index()
 
 
 def group_intervals(table: pd.DataFrame, by: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
