@@ -319,6 +319,16 @@ def test_a_difference_counts_beyond_its_band_over_paired_seeds(tmp_path, steps, 
         assert (row["low"], row["high"]) == pytest.approx((-2 - half, -2 + half), rel=1e-5)
 
 
+@pytest.mark.parametrize("outcome", ["formation_step", "validation_loss"])
+def test_a_failed_run_of_the_baseline_leaves_a_difference_unresolved(tmp_path, outcome):
+    study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL.replace("formation_step", outcome)))
+    runs = table(transformer=[math.nan, 3.0, 4.0, 5.0], resformer=[1.0, 2.0, 3.0, 4.0])
+    runs = runs.rename(columns={"formation_step": outcome})
+    runs.loc[runs[outcome].isna(), "failed"] = "its loss is inf"
+    row = summary(study, runs).set_index("model").loc["resformer"]
+    assert row["verdict"] == "unresolved: 1 of 4 runs of transformer failed"
+
+
 def test_a_baseline_that_has_not_formed_decides_nothing(tmp_path):
     study = read_study(written(tmp_path, "grid.recipe.lr = [1.0]\n" + SMALL))
     rows = summary(study, table(transformer=[100, math.nan, 119], resformer=[1, 2, 3])).set_index("model")

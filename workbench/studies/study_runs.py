@@ -263,9 +263,7 @@ def _compared(
     """A row of `summary` and its difference; the verdict is empty if `judge_differences` decides it."""
     first = group.iloc[0]
     baseline = next(cell.baseline for cell in study.cells if cell.model == first["model"])
-    peers = frame[frame["model"] == baseline]
-    for axis in axes:
-        peers = peers[peers[axis] == first[axis]]
+    peers = frame[(frame[["model", *axes]] == [baseline, *first[[*axes]]]).all(axis=1)]
     values, base = (rows.set_index("seed")[study.outcome] for rows in (group, peers))
     known, failed, in_nats = values.dropna(), int((group["failed"] != "").sum()), study.outcome == "validation_loss"
     change, formed, verdict = over_seeds([]), "", ""
@@ -279,8 +277,9 @@ def _compared(
         change = compare_steps(*steps)
         if not all(each["formed"].all() for each in steps):
             formed = f": formed in {' against '.join(map(formed_in, steps))} runs"
-    if failed and not verdict:
-        verdict = f"unresolved: {failed} of {len(values)} runs failed"
+    for rows, of in ((group, ""), (peers, f" of {baseline}")):
+        if (broken := int((rows["failed"] != "").sum())) and not verdict:
+            verdict = f"unresolved: {broken} of {len(rows)} runs{of} failed"
     whole = in_nats or len(known) + failed == len(values)
     row = {
         "model": first["model"], **{axis: first[axis] for axis in study.axes}, "outcome": study.outcome, "n": len(known),
