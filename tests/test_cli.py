@@ -159,6 +159,8 @@ def test_errors_in_arguments_need_no_torch():
         (["list", "metric"], "metrics"),
         (["report"], "workbench demo"),
         (["xry"], "xray"),
+        (["list", "runs", "--by", "model", "--by", "rate"], "--by is given 2 times; give it once"),
+        (["diff", "a", "b", "--step", "first", "--step=last"], "--step is given 2 times"),
         (["measure", "nowhere", "-m", "loss"], "nowhere"),
         (["list", "runs", "--runs", "s4://bucket/runs"], "unknown kind of storage 's4'; did you mean s3"),
         (["analyze", "--out", "gs://bucket"], "gs:/bucket is a URL"),

@@ -24,9 +24,7 @@ def list_names(
     ] = "runs",
     by: Annotated[
         str | None,
-        Option(
-            "--by", help="Columns that group the runs, as model,rate: mean final loss with its interval over seeds."
-        ),
+        Option(help="Columns that group the runs, as model,rate: mean final loss with its interval over seeds."),
     ] = None,
     out: Annotated[
         Path | None, Out(help="Write the table to this file: .tex (booktabs), .md, .csv, .json, .parquet or .arrow.")
