@@ -123,10 +123,10 @@ class Command(TyperCommand):
                 )
                 args[i] = names[option] + equals + value
         with _usage():
-            given = self.make_parser(ctx).parse_args([*args])[2]
-            for option in (p for p in given if p.param_type_name == "option" and not (p.multiple or p.is_flag)):
-                if given.count(option) > 1:  # the parser would take the last one alone
-                    raise WorkbenchError(f"{option.opts[0]} is given {given.count(option)} times; give it once")
+            given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+            for one in (p for p in given if p.param_type_name == "option" and not (p.multiple or p.is_flag)):
+                if given.count(one) > 1:  # the parser would take the last one alone
+                    raise WorkbenchError(f"{one.opts[0]} is given {given.count(one)} times; give it once")
             return super().parse_args(ctx, args)
 
 
