@@ -222,7 +222,7 @@ def test_same_cost(slower, cache, status):
     assert found.status == status
     unsteady = "not stated: step times of one model differ by a factor of 4.9 between seeds"
     assert (unsteady in found.sentence) == (isinstance(slower, list) and max(slower) > 3)
-    longer = f"a step takes {sum(factor) / 3 - 1:+.1%} ["
+    longer = f"a step's time changes by {sum(factor) / 3 - 1:+.1%} ["
     assert (longer in found.sentence) != (unsteady in found.sentence)
 
 
@@ -231,7 +231,9 @@ def test_step_times_are_compared_on_one_device_and_losses_on_all():
     made = runs("transformer", "resformer", device="cpu") + [run("transformer", s, device="cuda") for s in range(3, 6)]
     rows = [row(of, "cache_bytes", 1024) for of in made]
     pace = [row(of, "tokens_per_second", 1e4 if of["device"] == "cuda" else 1e3) for of in made]
-    assert "a step takes +0.0% [+0.0%, +0.0%] longer over 3 seeds" in judged("same_cost", made, rows, pace).sentence
+    assert (
+        "a step's time changes by +0.0% [+0.0%, +0.0%] over 3 seeds" in judged("same_cost", made, rows, pace).sentence
+    )
     apart = runs("transformer", "values_scaled", device="cpu") + runs("resformer", device="cuda")
     assert "differ in device" in judged("same_cost", apart, [row(of, "cache_bytes", 1024) for of in apart]).sentence
     levels = {"transformer": 2.73, "values_scaled": 2.73, "resformer": 2.7}

@@ -12,7 +12,7 @@ from workbench import plots
 from workbench.claims import CLAIMS, QUESTIONS, Claim, Evidence, Verdict
 from workbench.claims.concentration import against_loss
 from workbench.claims.evidence import SETTING, TELEMETRY
-from workbench.claims.published_numbers import differences_by_budget, published_differences
+from workbench.claims.published_numbers import differences_by_budget, published_differences, with_published
 from workbench.claims.verdict import InsufficientEvidence, corrected
 from workbench.errors import UnknownName, WorkbenchError
 
@@ -80,7 +80,7 @@ def claim_figure(claim: Claim, verdict: Verdict, evidence: Evidence) -> tuple[go
         rows = differences_by_budget(part.runs, part.curves())
         if len(rows):
             published = {model: published_differences(model) for model in rows["architecture"].unique()}
-            return plots.budget_figure(rows, published), rows
+            return plots.budget_figure(rows, published), with_published(rows, published)
         metric = "validation_loss"
     rows = (part.telemetry if metric in TELEMETRY else part.records)(metric)
     for axis, value in shows.items():

@@ -362,7 +362,7 @@ def same_cost(evidence: Evidence) -> Verdict:
             raise InsufficientEvidence(sentence, "gated", scope=scope)
         return Verdict("refuted", sentence, p=0.0)
     sentence = (
-        f"{costs}, a step takes {slower.value:+.1%} [{slower.low:+.1%}, {slower.high:+.1%}] longer over {slower.n} "
+        f"{costs}, a step's time changes by {slower.value:+.1%} [{slower.low:+.1%}, {slower.high:+.1%}] over {slower.n} "
         f"seed{'s' * (slower.n != 1)}{seeds_note(slower)}, by the telemetry of training (allowed: {SLOWER:.0%})."
     )
     shown = {"change of the step time": slower}

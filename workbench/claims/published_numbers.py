@@ -52,6 +52,12 @@ def differences_by_budget(
     return pd.concat(rows, ignore_index=True)[columns] if rows else pd.DataFrame(columns=columns)
 
 
+def with_published(rows: pd.DataFrame, curves: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Append published curves by architecture to rows of `differences_by_budget`, as run `published` with their source."""
+    behind = [curve.assign(architecture=name, run="published") for name, curve in curves.items()]
+    return pd.concat([rows, *behind], ignore_index=True)[[*rows, "source"]]
+
+
 def beside_published(model: str, budget: float) -> str:
     """Return a clause on the published difference at a number of tokens per parameter and at its end; empty without one."""
     rows = published_differences(model)

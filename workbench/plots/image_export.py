@@ -92,7 +92,9 @@ def save_figure(page: str, out: Path, *, width: int, height: int, face: str = ""
         values = FONT, width, height, "true" if kind == "png" else "false", width, height, scale
         script = f"<style id='face'>{face}</style><script>{_TO_IMAGE % values}</script></body>"
         seed = zlib.crc32(page.encode())  # plotly's names of clips are random: equal in equal figures only
-        fixed = f"<head><script>{{let n = {seed}; Math.random = () => (n = n * 16807 % 2147483647) / 2147483647}}</script>"
+        fixed = (
+            f"<head><script>{{let n = {seed}; Math.random = () => (n = n * 16807 % 2147483647) / 2147483647}}</script>"
+        )
         inside.write_text(page.replace("<head>", fixed, 1).replace("</body>", script), encoding="utf-8")
         process = _run(browser, folder, inside, "--dump-dom")
         image = re.search(r'<textarea id="drawn">data:image/[^,]*,(.*?)</textarea>', process.stdout, re.DOTALL)

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import pandas as pd
 
 from workbench import plots
-from workbench.claims.published_numbers import differences_by_budget, published, published_differences
+from workbench.claims.published_numbers import (
+    differences_by_budget,
+    published,
+    published_differences,
+    with_published,
+)
 from workbench.errors import WorkbenchError
 from workbench.models.architecture_names_and_colours import architecture_label
 from workbench.plots import training_and_gradient_figures as drawn
@@ -222,9 +227,7 @@ def by_budget(source: Source, link: Link) -> Drawing:
     curves = {str(run): rows.groupby("step")["value"].mean().astype(float) for run, rows in losses.groupby("run")}
     rows = differences_by_budget(facts, curves, VANILLA)
     shown = {name: published_differences(name) for name in ("resformer", "resformer_learnable")}
-    behind = [curve.assign(architecture=name, run="published") for name, curve in shown.items()]
-    table = pd.concat([rows, *behind], ignore_index=True)[[*rows, "source"]]
-    return Drawing(plots.budget_figure(rows, shown), table)
+    return Drawing(plots.budget_figure(rows, shown), with_published(rows, shown))
 
 
 @view("training")
