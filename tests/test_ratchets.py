@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_896  # lines of Python in workbench/ and app/
+TOTAL = 59_902  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -39,7 +39,7 @@ LINES = {
     "workbench/sklearn": 633,
     "workbench/statistics": 590,
     "workbench/storage": 888,
-    "workbench/studies": 900,
+    "workbench/studies": 906,
     "workbench/training": 1_809,
     "workbench/views": 5_765,
 }

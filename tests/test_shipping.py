@@ -203,6 +203,13 @@ def test_what_ships_is_not_shipped_again_over_itself(trained, evidence):
     assert {path: path.read_bytes() for path in evidence.rglob("*.parquet")} == before
 
 
+def test_a_study_with_another_recipe_than_its_runs_does_not_ship(trained, tmp_path):
+    (tmp_path / "longer.toml").write_text(STUDY.replace("warmup = 1", "warmup = 2"))
+    changed = dataclasses.replace(read_study(tmp_path / "longer.toml"), name="small")
+    with pytest.raises(WorkbenchError, match="small-transformer-s0 was trained with another recipe"):
+        ship(changed, tmp_path / "longer.toml", trained[0] / "runs", tmp_path / "evidence")
+
+
 def test_a_study_that_is_not_finished_does_not_ship(trained, tmp_path):
     root, study = trained
     shutil.copytree(root / "runs", tmp_path / "runs")

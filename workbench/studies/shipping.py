@@ -31,7 +31,7 @@ from workbench.runs.records import SAMPLE_COLUMNS, load_records, one_sample, rea
 from workbench.runs.run import RUN_FILE, STUDY, Run, written_now
 from workbench.storage.packed import RUNS, TABLES, pack, unpacked
 from workbench.studies.study_file import Study
-from workbench.studies.study_runs import plan
+from workbench.studies.study_runs import plan, sizes
 
 WRITTEN = (*TELEMETRY, "chain_loss")
 COARSE = 10  # steps between rows of the training losses, once there are more than this many of them:
@@ -46,10 +46,11 @@ def ship(
 
     Only metrics of the `questions` ship (default all), since others may be measured on some runs only. Values have seven digits; losses and
     coefficients ship from the telemetry. `weights` are the steps whose weights ship too. Raises `WorkbenchError` for a run that is not
-    finished or lacks such a step, and for a metric that some of the runs that need it lack.
+    finished, has another recipe than the study or lacks such a step, and for a metric that some of the runs that need it lack.
     """
     asked, runs = chosen(questions), unpacked(runs)
-    planned = [runs / run.name for run in plan(study, runs)]
+    recipes = {runs / run.name: sizes(run)[1] for run in plan(study, runs)}
+    planned = [*recipes]
     if absent := [path.name for path in planned if not (path / RUN_FILE).exists() or not Run.open(path).finished]:
         few = f"{len(absent)} of {len(planned)} runs"
         raise WorkbenchError(f"{few} of {study.name} are not finished, first {absent[0]}")
@@ -57,6 +58,10 @@ def ship(
     place, opened = out / study.name, [Run.open(path) for path in planned]
     if again := next((run for run in opened if run.shipped), None):
         raise WorkbenchError(f"{again.path} ships already; give the folder in which the study was trained (--runs)")
+    if other := next((run.name for run in opened if run.train != recipes[run.path]), None):
+        raise WorkbenchError(
+            f"{other} was trained with another recipe than {file.name} has; ship the file of the training"
+        )
     with tempfile.TemporaryDirectory() as parts:
         kept = [_in_few_bytes(run, Path(parts) / run.name, weights) for run in opened] if weights else opened
         if weights and (asked_for := study.measure.get("metrics")):
@@ -97,7 +102,8 @@ def ship(
         tokens = steps.diff().fillna(steps + 1) * run.train.batch * run.train.T
         minutes += float((tokens / pace["value"]).sum() / 60)
     write_json(place / STUDY, {
-        "study": study.name, "command": f"workbench study analyses/studies/{file.name}", "commit": commit,
+        "study": study.name, "commit": commit,
+        "command": f"workbench study {'analyses/studies/' * (file.parent.name == 'studies')}{file.name}",
         "runs": len(opened), "training_minutes": round(minutes, 1),
         "machine": ", ".join(devices) if set(devices) - {"cpu", "unknown"} else "CPU, one thread a run",
         "not measured": problems, **written_now(),
