@@ -92,9 +92,9 @@ than the Transformer's at best rates, and more at one rate of 0.006, as the Tran
 
 **A sink on text takes long training, a start token and a high rate.** In pilots with a start token before every sequence (one seed) the
 Transformer's strongest head gives the start token 0.035 of its attention after 20 tokens per parameter, as in uniform attention. After 140
-it gives 0.54 at a rate of 0.006, and 0.16 at 0.0015, where the loss is 0.04 nats lower. At 0.006 ResFormer's and SVFormer's strongest
-heads give it 0.48 and 0.50. Without a start token the Transformer's gives 0.03. This page used to say that no sink forms at this size. Five
-seeds of these models and of halved values, which would decide whether a value path weakens the sink, are not trained yet (`start140`).
+it gives 0.54 at a rate of 0.006 (0.47 in a second seed), and 0.16 at 0.0015, where the loss is 0.04 nats lower. At 0.006 it is 0.48 in
+ResFormer, 0.50 in SVFormer and 0.53 with halved values. Without a start token it is 0.03. This page used to say that no sink forms at this
+size. Five seeds of these models, which would decide whether a value path weakens the sink, are not trained yet (`start140`).
 
 """
 
