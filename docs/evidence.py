@@ -86,7 +86,7 @@ at the next smaller one that was tried, by a seed that is not reported. The tabl
 - **Half of the cache.** SVFormer ends 0.051 nats below GQA at 140. But seed 102 chose the smallest rate for GQA, 0.00075, by 0.002 nats, so
   the comparison stays open.
 
-**Measures at 140.** All measures ship of these runs. What the path itself should bring is not there, or halved values have it too
+**Measures at 140.** All measures ship of these runs. The expected gains of the path are absent, or halved values have them too
 ([token information](findings/token_information.md), [alike tokens](findings/alike_tokens.md)). ResFormer's own values use fewer directions
 than the Transformer's at best rates, and more at one rate of 0.006, as the Transformer's number depends on the rate.
 

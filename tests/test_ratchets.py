@@ -17,7 +17,7 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_902  # lines of Python in workbench/ and app/
+TOTAL = 59_901  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
@@ -28,7 +28,7 @@ LINES = {
     "workbench/interventions": 2_520,
     "workbench/jobs": 431,
     "workbench/kernels": 957,
-    "workbench/measurement": 1_136,
+    "workbench/measurement": 1_135,
     "workbench/metrics": 1_809,
     "workbench/models": 6_226,
     "workbench/observing": 8_539,

@@ -100,10 +100,7 @@ def measure(
         count in the loss. The warning `PaddingLeftOut` gives the share, `NotMeasured` lists metrics without numbers.
     """
     wanted = [_find(name, positions) for name in ([metrics] if isinstance(metrics, str) else metrics)]
-    only = {name: tuple(selected) for name, selected in (sites or {}).items()}
-    for item, selected in ((_find(name), selected) for name, selected in only.items()):
-        for site in selected:
-            refuse_unknown(f"site of {item.name}", site, getattr(item, "sites", ()))
+    only = {name: tuple(selected) for name, selected in (sites or {}).items() if _find(name, sites=selected)}
     if not wanted or batch < 1 or n < 1:
         raise WorkbenchError(f"{len(wanted)} metrics, batch={batch}, n={n}: each must be at least 1")
     if workers != 1:
@@ -185,12 +182,14 @@ def refuse_short(T: int, metrics: Iterable[str], positions: str = "first") -> No
             raise WorkbenchError(f"{item.name} needs sequences of {item.min_length} tokens; these have {T}")
 
 
-def _find(name: str, positions: str = "first") -> Measure:
-    """Return a metric or experiment by name, at the first position or those found."""
+def _find(name: str, positions: str = "first", sites: Sequence[str] = ()) -> Measure:
+    """Return a metric or experiment by name, at the first position or those found; it needs to have the sites."""
     measures: dict[str, Measure] = {**METRICS, **INTERVENTIONS}
     refuse_unknown("metric", name, measures)
     refuse_unknown("positions", positions, POSITIONS)
     item = measures[name]
+    for site in sites:
+        refuse_unknown(f"site of {name}", site, getattr(item, "sites", ()))
     if positions == "first":
         return item
     if not takes_positions(item):
