@@ -12,7 +12,16 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 INSIDE = {"app": "app", "analyses": "analyses", "data": "shipped"}
-LARGE = ("losses", "routing", "sinks_long", "sinks_remedies", "sinks_settings")
+LARGE = (
+    "induction_settings",
+    "losses",
+    "losses100",
+    "routing",
+    "sinks_long",
+    "sinks_remedies",
+    "sinks_settings",
+    "value_paths",
+)
 HERE = Path(__file__).parent
 
 

@@ -34,7 +34,16 @@ INSIDE = {
     "data": "workbench/shipped",
 }
 """Folders here, and where they go."""
-LARGE = {"losses", "routing", "sinks_long", "sinks_remedies", "sinks_settings"}
+LARGE = {
+    "induction_settings",
+    "losses",
+    "losses100",
+    "routing",
+    "sinks_long",
+    "sinks_remedies",
+    "sinks_settings",
+    "value_paths",
+}
 FOREIGN = '[server]\nallowedHosts = ["*"]\n[browser]\ngatherUsageStats = true\n[client]\nshowErrorDetails = "full"\n'
 """Settings that somebody may have for dashboards of their own."""
 
