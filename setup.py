@@ -13,15 +13,8 @@ from setuptools import find_namespace_packages, setup
 
 INSIDE = {"app": "app", "analyses": "analyses", "data": "shipped"}
 LARGE = (
-    "induction_settings",
-    "losses",
-    "losses100",
-    "routing",
-    "sinks_long",
-    "sinks_remedies",
-    "sinks_settings",
-    "value_paths",
-)
+    "induction_settings", "losses", "losses100", "routing", "sinks_long", "sinks_remedies", "sinks_settings", "value_paths"
+)  # fmt: skip
 HERE = Path(__file__).parent
 
 

@@ -90,10 +90,11 @@ at the next smaller one that was tried, by a seed that is not reported. The tabl
 ([token information](findings/token_information.md), [alike tokens](findings/alike_tokens.md)). ResFormer's own values use fewer directions
 than the Transformer's at best rates, and more at one rate of 0.006, as the Transformer's number depends on the rate.
 
-**A sink on text takes long training, a start token and a high rate.** In pilots with a start token before every sequence the
-Transformer's strongest head gives the start token 0.035 of its attention after 20 tokens per parameter, as in uniform attention. After 140
-it gives 0.54 and 0.47 at a rate of 0.006 (seeds 80 and 81), and 0.16 at 0.0015, where the loss is 0.04 nats lower. At 0.006 it is 0.48
-and 0.50 in ResFormer, 0.50 and 0.46 in SVFormer, and 0.53 with halved values (seed 80). Without a start token it is 0.03. This page used to
+**A sink on text takes long training, a start token and a high rate.** In pilots every sequence begins with
+a start token. After 20 tokens per parameter the Transformer's strongest head gives it 0.035 of its attention, as in uniform attention.
+After 140 it gives 0.54 and 0.47 at a rate of 0.006 (seeds 80 and 81). At 0.0015 it gives 0.16, and the loss is 0.04 nats lower (seed 80).
+At 0.006 the share is 0.48 and 0.50 in ResFormer, 0.50 and 0.46 in SVFormer, and 0.53 with halved values (seed 80). Without a start token
+it is 0.03. This page used to
 say that no sink forms at this size. Five seeds, which would decide whether a value path weakens the sink, are not trained yet (`start140`).
 
 """

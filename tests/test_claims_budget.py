@@ -261,6 +261,27 @@ def test_measures_are_compared_at_the_rates_that_another_seed_chose(at_one_rate,
     assert (turned in found.sentence) == (status == "unresolved")
 
 
+def test_models_that_tried_other_rates_have_no_best_rates_in_common():
+    tried = {"transformer": (1e-3, 2e-3, 4e-3), "neutreno": (5e-3, 6e-3, 7e-3)}
+    made = [run(name, seed, lr=lr) for name, rates in tried.items() for seed, lr in itertools.product(range(2), rates)]
+    made += [run(name, 4, lr=2e-3) for name in tried]
+    found = evidence(made, (), losses(made, lambda of: 2.7, ("a",))).comparable("transformer", "neutreno").runs
+    assert (set(found["lr"]), set(found["seed"])) == ({2e-3}, {0, 1, 4})
+
+
+def test_a_verdict_without_comparisons_is_not_checked_at_equal_rates():
+    """ResFormer's cache is larger, at best rates that seed 4 chose and at one rate; step times are of a busy machine."""
+    made, told = [], []
+    for name, best in (("transformer", 2e-3), ("resformer", 4e-3)):
+        tried = [run(name, 4, lr=lr) for lr in (1e-3, 2e-3, 4e-3, 8e-3)]
+        tried += [run(name, seed, lr=lr) for lr in sorted({best, 4e-3}) for seed in range(3)]
+        told += losses(tried, lambda of, best=best: 2.7 + 0.1 * (of["lr"] != best), ("a",))
+        made += tried
+    told += [row(of, "tokens_per_second", 1000.0 * (1 + 4 * (of["seed"] == 0)), step=LAST) for of in made]
+    caches = [row(of, "cache_bytes", 1500.0 if of["model"] == "resformer" else 1000.0, step=LAST) for of in made]
+    assert judged("same_cost", made, caches, told).status == "refuted"
+
+
 def test_a_control_with_another_best_rate_is_compared_where_the_two_models_share_theirs():
     """And where a shorter sweep chose other rates, which fit some of the models only, the sweep that fits all counts."""
     made, told = _tuned({"transformer": 2e-3, "values_scaled": 4e-3, "resformer": 2e-3})

@@ -17,12 +17,12 @@ from sources import parsed
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # whoever tries the project out changes no line of it
-TOTAL = 59_901  # lines of Python in workbench/ and app/
+TOTAL = 59_902  # lines of Python in workbench/ and app/
 LINES = {
     "app": 3_977,
     "workbench": 1_267,
     "workbench/checkpoints": 4_603,
-    "workbench/claims": 4_185,
+    "workbench/claims": 4_186,
     "workbench/cli": 1_507,
     "workbench/data": 1_631,
     "workbench/interventions": 2_520,

@@ -35,15 +35,8 @@ INSIDE = {
 }
 """Folders here, and where they go."""
 LARGE = {
-    "induction_settings",
-    "losses",
-    "losses100",
-    "routing",
-    "sinks_long",
-    "sinks_remedies",
-    "sinks_settings",
-    "value_paths",
-}
+    "induction_settings", "losses", "losses100", "routing", "sinks_long", "sinks_remedies", "sinks_settings", "value_paths"
+}  # fmt: skip
 FOREIGN = '[server]\nallowedHosts = ["*"]\n[browser]\ngatherUsageStats = true\n[client]\nshowErrorDetails = "full"\n'
 """Settings that somebody may have for dashboards of their own."""
 

@@ -267,24 +267,21 @@ class Evidence:
 
     def find_tuned(self) -> pd.DataFrame:
         """Compute the same without the memory of earlier answers."""
-        every, tuned, length = (
-            self.runs if self.sweeps is None else self.sweeps,
-            list[pd.DataFrame](),
-            ["steps", "warmup"],
-        )
-        every = every.dropna(subset=["lr", *length])
+        length, tuned = ["steps", "warmup"], list[pd.DataFrame]()
+        every = (self.runs if self.sweeps is None else self.sweeps).dropna(subset=["lr", *length])
         for _, alike in every.groupby([c for c in SETTING if c not in ("lr", *length)], dropna=False):
             many = alike.groupby([*length, "model", "seed"])["lr"].transform("nunique") >= RATES
             sweeps = dict(list(alike[many].groupby(length)))
             for at, sweep in sweeps.items():
-                shared = set.intersection(*sweep.groupby("model")["lr"].agg(set))
+                if len(shared := set.intersection(*sweep.groupby("model")["lr"].agg(set))) < RATES:
+                    continue
                 sweep = sweep[sweep["lr"].isin(shared)]
                 sweep = sweep[sweep.groupby(["model", "seed"])["lr"].transform("nunique") == len(shared)]
                 reported = alike[~many & ~alike["seed"].isin(sweep["seed"]) & alike["run"].isin(self.runs["run"])]
                 lengths = pd.MultiIndex.from_frame(reported[length])
                 reported = reported[(lengths == at) | ~lengths.isin(list(sweeps))]
                 with contextlib.suppress(InsufficientEvidence):  # no losses, so no best rates
-                    best = best_rates(self.of_runs(sweep).losses()) if len(shared) >= RATES else {}
+                    best = best_rates(self.of_runs(sweep).losses())
                     at_best = reported[reported["lr"] == reported["model"].map(best)]
                     on = listed([str(seed) for seed in sorted(sweep["seed"].unique())])
                     edge = at_best["lr"].isin([min(shared), max(shared)])

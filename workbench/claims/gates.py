@@ -43,7 +43,7 @@ def exclusive_heads_lower_the_loss(evidence: Evidence) -> Verdict:
             losses = pair.losses()
             both = [pair.by_seed(pair.known(losses, name), name) for name in (model, "transformer")]
         except InsufficientEvidence as reason:
-            left_out += f" Left out: {length} tokens. {reason}"
+            left_out += f" Left out: {float(str(length)):.0f} tokens. {reason}"
             continue
         if len(lead := (both[0] - both[1]).dropna()):  # of the seeds that both have
             leads[float(str(length))], tunings[str(tuning)] = lead, tuning

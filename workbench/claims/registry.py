@@ -98,7 +98,11 @@ class Claim:
             return lead
         for other in tested[1:]:
             alike = runs.loc[[*other.runs]]
-            if alike["lr"].nunique() == 1 and len(pd.concat([compared, alike])[[*RECIPE]].drop_duplicates()) == 1:
+            judged = (
+                "role" in lead.table and "role" in other.table
+            )  # a verdict on parameters or bytes has no comparisons
+            recipes = pd.concat([compared, alike])[[*RECIPE]].drop_duplicates()
+            if judged and alike["lr"].nunique() == 1 and len(recipes) == 1:
                 both = lead.table.merge(other.table, on=["comparison", "role"])
                 opposite = both[(both["role"] == ROLES[0]) & (both["value_x"] * both["value_y"] < 0)]
                 if len(opposite):
